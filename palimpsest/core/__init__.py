@@ -1,0 +1,1 @@
+"""The nouns: errors, units, specs, contracts, canonical text. Standard library only."""

@@ -1,0 +1,1 @@
+"""One model, one file: geometry from a config, tensor names, program. Imports neither torch nor numpy."""
