@@ -1,7 +1,8 @@
 """OpContract: what an op promises, apart from every implementation of it.
 
-A contract names the operands with their axes and dtypes, the parameters, the scratch (a function of sizes, so that planning and running
-read the same number), and what is exact. ``kernels/<op>/contract.py`` holds one; it imports the standard library and ``core`` only.
+A contract names the operands with their axes and dtypes, the parameters, the scratch (a function of sizes, so that planning and
+running read the same number), and what is exact. ``kernels/<op>/contract.py`` holds one; it imports the standard library and
+``core`` only.
 """
 
 from collections.abc import Callable

@@ -138,6 +138,8 @@ def latent_record_bytes(geometry: Geometry, formats: Formats) -> int:
     """Bytes of one token's latent record. Raises Unsupported for fp8_ds_mla when the latent is not whole 128-blocks."""
     if formats.latent == "fp8_ds_mla":
         if geometry.kv_lora % 128:
-            raise Unsupported(f"latent format fp8_ds_mla needs kv_lora_rank {geometry.kv_lora} to be a multiple of 128; use fp8 or bf16")
+            raise Unsupported(
+                f"latent format fp8_ds_mla needs kv_lora_rank {geometry.kv_lora} to be a multiple of 128; use fp8 or bf16"
+            )
         return geometry.kv_lora + 4 * (geometry.kv_lora // 128) + 2 * geometry.rope.dims
     return geometry.latent_dim * {"fp8": 1, "bf16": 2, "fp32": 4}[formats.latent]
