@@ -63,13 +63,16 @@ class Unavailable(UserError):
 class RankError(PalimpsestError, RuntimeError):
     """A rank died, passed its deadline, raised, or disagreed with the others.
 
-    ``rank`` and ``phase`` name the first failing rank and where it was.
+    ``rank`` and ``phase`` name the first failing rank and where it was. ``secondary`` marks a rank that only saw a peer vanish: whoever
+    watches all ranks reports the cause instead.
     """
 
-    def __init__(self, message: str, *, rank: int, phase: str):
+    def __init__(self, message: str, *, rank: int, phase: str, secondary: bool = False):
         super().__init__(f"rank {rank} in {phase}: {message}")
+        self.message = message
         self.rank = rank
         self.phase = phase
+        self.secondary = secondary
 
 
 class HiddenAllocation(PalimpsestError, RuntimeError):

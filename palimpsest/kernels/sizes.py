@@ -19,7 +19,37 @@ ID_BLOCK = 64
 STAGING_BYTES = 8 << 20
 
 
-def linear_scratch(depth: int, columns: int) -> int:
-    """Scratch bytes of one tiled projection: an fp32 input tile, an fp32 weight tile, an fp32 output tile, each 64-aligned."""
-    columns = min(columns, COLUMN_TILE)
-    return 4 * (ROW_TILE * depth + depth * columns + ROW_TILE * columns) + 3 * 64
+def linear_scratch(depth: int, columns: int, *, resident: bool = False) -> int:
+    """Scratch bytes of one tiled projection: fp32 input tile, weight tile (the whole weight when ``resident``) and output tile, 64-aligned."""
+    tile = min(columns, COLUMN_TILE)
+    return 4 * (ROW_TILE * depth + depth * (columns if resident else tile) + ROW_TILE * tile) + 3 * 64
+
+
+def tile_scratch(*widths: int, itemsize: int = 4) -> int:
+    """Scratch bytes of one tile of ``ROW_TILE`` rows per width, each 64-aligned."""
+    return sum(itemsize * ROW_TILE * width + 64 for width in widths)
+
+
+def norm_scratch(width: int) -> int:
+    """Scratch bytes of ``norms.RowNorm``: two fp64 tiles, fp64 weight and bias, two fp64 columns."""
+    return tile_scratch(width, width, 1, 1, itemsize=8) + 2 * (8 * width + 64)
+
+
+def rotation_scratch(dims: int) -> int:
+    """Scratch bytes of ``rope.Rotation``: five fp64 tiles of half the rotated dims."""
+    return tile_scratch(*[dims // 2] * 5, itemsize=8)
+
+
+def hadamard_scratch(dim: int) -> int:
+    """Scratch bytes of ``hadamard.Hadamard``: one fp64 tile and half of one."""
+    return tile_scratch(dim, dim // 2, itemsize=8)
+
+
+def quantise_scratch(width: int, block: int) -> int:
+    """Scratch bytes of ``fp8.Quantiser``: fp32 tile of magnitudes, e4m3 tile, fp32 scale and its exponent bits per block."""
+    return tile_scratch(width, width, width // block, width // block)
+
+
+def decode_scratch(elements: int) -> int:
+    """Scratch bytes of ``fp8.Decoder`` for at most ``elements`` codes at once: fp64 and fp32 tables, their codes, int32 indices."""
+    return 256 * (1 + 8 + 4) + 4 * elements + 4 * 64

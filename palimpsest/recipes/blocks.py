@@ -1,9 +1,11 @@
 """Steps that at least two recipes share: one sparse-attention sublayer of a prefill chunk, on one tensor-parallel rank.
 
-The program is the same on every rank; what differs (which rows, pages and heads are mine) is arithmetic in ``ranks/layout.py``. Sizes are the
-prepared maximum. The index history is gathered, read and finished before the latent history is gathered: that order, and nothing else, is what lets
-the planner put one on the bytes of the other.
+The program is the same on every rank; what differs (which rows, pages and heads are mine) is arithmetic in ``ranks/layout.py``.
+Sizes are the prepared maximum. The index history is gathered, read and finished before the latent history is gathered: that
+order, and nothing else, is what lets the planner put one on the bytes of the other.
 """
+
+from typing import Any
 
 from palimpsest.core.errors import Unsupported
 from palimpsest.core.geometry import Formats, Geometry, index_record_bytes, latent_record_bytes
@@ -80,7 +82,9 @@ def _layer_kind(geometry: Geometry, limits: Limits, layer: int) -> str:
             f"{', '.join(str(1 << i) for i in range(12) if geometry.heads % (1 << i) == 0)}"
         )
     if geometry.indexer.topk > limits.tokens:
-        raise Unsupported(f"top-k {geometry.indexer.topk} exceeds the context of {limits.tokens} tokens; prepare at least that many")
+        raise Unsupported(
+            f"top-k {geometry.indexer.topk} exceeds the context of {limits.tokens} tokens; prepare at least that many"
+        )
     return kind
 
 
@@ -190,7 +194,8 @@ def _query_steps(g: Geometry, limits: Limits) -> list[Step]:
 def _append_latent(g: Geometry, limits: Limits, formats: Formats) -> Step:
     return APPEND_LATENT.step(
         "append_latent", "p1",
-        {"hidden": "hidden", "kv_a": "w.kv_a", "kv_a_norm": "w.kv_a_norm", "latent_cache": "latent_cache"} | _rope_role(g.rope.layout),
+        {"hidden": "hidden", "kv_a": "w.kv_a", "kv_a_norm": "w.kv_a_norm", "latent_cache": "latent_cache"}
+        | _rope_role(g.rope.layout),
         hidden=g.hidden, kv_lora=g.kv_lora, rope_dims=g.rope.dims, eps=g.latent_norm_eps, rope_layout=g.rope.layout,
         format=formats.latent, latent_scale=g.latent_scale, page=limits.page, ranks=limits.ranks,
     )
@@ -198,8 +203,8 @@ def _append_latent(g: Geometry, limits: Limits, formats: Formats) -> Step:
 
 def _index_steps(g: Geometry, limits: Limits, formats: Formats) -> list[Step]:
     ix = g.indexer
-    rope = {"rope_dims": ix.rope_dims, "rope_layout": ix.rope_layout}
-    record = {"hadamard": ix.hadamard, "scale_format": ix.scale_format, "format": formats.index}
+    rope: dict[str, Any] = {"rope_dims": ix.rope_dims, "rope_layout": ix.rope_layout}
+    record: dict[str, Any] = {"hadamard": ix.hadamard, "scale_format": ix.scale_format, "format": formats.index}
     planes = f"{ix.dim}+4" if formats.index == "fp8" else f"{4 * ix.dim}"
     return [
         INDEX_QUERY.step(

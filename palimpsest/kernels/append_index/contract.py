@@ -1,11 +1,19 @@
 """Append this chunk's index records to the pages this rank owns."""
 
 from palimpsest.core.contract import OpContract, Operand
-from palimpsest.kernels.sizes import ROW_TILE, linear_scratch
+from palimpsest.kernels.sizes import (
+    hadamard_scratch,
+    linear_scratch,
+    norm_scratch,
+    quantise_scratch,
+    rotation_scratch,
+    tile_scratch,
+)
 
 
-def _scratch(hidden: int, dim: int, **_: object) -> int:
-    return linear_scratch(hidden, dim) + 8 * ROW_TILE * dim * 4 + 512
+def _scratch(hidden: int, dim: int, rope_dims: int, hadamard: bool, **_: object) -> int:
+    record = norm_scratch(dim) + rotation_scratch(rope_dims) + quantise_scratch(dim, dim) + tile_scratch(dim)
+    return linear_scratch(hidden, dim, resident=True) + record + (hadamard_scratch(dim) if hadamard else 0)
 
 
 CONTRACT = OpContract(

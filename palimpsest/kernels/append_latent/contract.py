@@ -1,11 +1,13 @@
 """Append this chunk's latent records to the pages this rank owns."""
 
 from palimpsest.core.contract import OpContract, Operand
-from palimpsest.kernels.sizes import ROW_TILE, linear_scratch
+from palimpsest.kernels.sizes import linear_scratch, norm_scratch, quantise_scratch, rotation_scratch, tile_scratch
 
 
-def _scratch(hidden: int, kv_lora: int, rope_dims: int, **_: object) -> int:
-    return linear_scratch(hidden, kv_lora + rope_dims) + 8 * ROW_TILE * (kv_lora + rope_dims) * 4 + 512
+def _scratch(hidden: int, kv_lora: int, rope_dims: int, format: str, **_: object) -> int:
+    quantise = quantise_scratch(kv_lora, 128) + tile_scratch(kv_lora) if format == "fp8_ds_mla" else 0
+    width = kv_lora + rope_dims
+    return linear_scratch(hidden, width) + norm_scratch(kv_lora) + rotation_scratch(rope_dims) + tile_scratch(width) + quantise
 
 
 CONTRACT = OpContract(

@@ -1,12 +1,12 @@
 """Absorbed attention query of the local heads: ``(W_UK[h]^T q_nope | rotated q_pe)``."""
 
 from palimpsest.core.contract import OpContract, Operand
-from palimpsest.kernels.sizes import ROW_TILE, linear_scratch
+from palimpsest.kernels.sizes import linear_scratch, rotation_scratch, tile_scratch
 
 
-def _scratch(q_lora: int, heads: int, nope: int, rope_dims: int, kv_lora: int, rope_layout: str) -> int:
-    tile = ROW_TILE * (nope + rope_dims + kv_lora + 2 * rope_dims) * 4 + 4 * 64
-    return linear_scratch(q_lora, nope + rope_dims) + linear_scratch(nope, kv_lora) + 4 * nope * kv_lora + tile
+def _scratch(q_lora: int, nope: int, rope_dims: int, kv_lora: int, **_: object) -> int:
+    weights = linear_scratch(q_lora, nope + rope_dims, resident=True) + linear_scratch(nope, kv_lora, resident=True)
+    return weights + rotation_scratch(rope_dims) + tile_scratch(nope + rope_dims, kv_lora)
 
 
 CONTRACT = OpContract(

@@ -1,11 +1,13 @@
 """Index queries and head weights of the rows this rank selects for."""
 
 from palimpsest.core.contract import OpContract, Operand
-from palimpsest.kernels.sizes import ROW_TILE, linear_scratch
+from palimpsest.kernels.sizes import hadamard_scratch, linear_scratch, quantise_scratch, rotation_scratch, tile_scratch
 
 
-def _scratch(hidden: int, q_lora: int, heads: int, dim: int, **_: object) -> int:
-    return linear_scratch(q_lora, dim) + linear_scratch(hidden, heads) + 6 * ROW_TILE * heads * 4 + 6 * ROW_TILE * dim * 4 + 512
+def _scratch(hidden: int, q_lora: int, heads: int, dim: int, rope_dims: int, hadamard: bool, **_: object) -> int:
+    weights = linear_scratch(hidden, heads) + tile_scratch(heads)
+    query = linear_scratch(q_lora, dim, resident=True) + rotation_scratch(rope_dims) + quantise_scratch(dim, dim) + tile_scratch(dim)
+    return weights + query + (hadamard_scratch(dim) if hadamard else 0)
 
 
 CONTRACT = OpContract(

@@ -1,15 +1,16 @@
 """Score the rows of this rank's slice against every visible key and keep the top-k, tile by tile."""
 
 from palimpsest.core.contract import OpContract, Operand
-from palimpsest.kernels.sizes import KEY_TILE, SELECT_ROWS
+from palimpsest.kernels.sizes import KEY_TILE, SELECT_ROWS, decode_scratch
 
 
-def _scratch(topk: int, heads: int, dim: int, **_: object) -> int:
-    keys = KEY_TILE * dim * (8 + 4) + KEY_TILE * 8
-    query = SELECT_ROWS * heads * (dim * 12 + 8)
-    dots = heads * KEY_TILE * 8 + 6 * KEY_TILE * 8
+def _scratch(topk: int, heads: int, dim: int, format: str, **_: object) -> int:
+    keys = KEY_TILE * (8 * dim + 8)
+    queries = SELECT_ROWS * heads * (8 * dim + 8)
+    scores = KEY_TILE * (8 * heads + 8 + 4 + 4 + 4 + 8 + 1)
     state = SELECT_ROWS * (topk + KEY_TILE) * 8
-    return keys + query + dots + state + 16 * 64
+    decode = decode_scratch(max(KEY_TILE, SELECT_ROWS * heads) * dim) if format == "fp8" else 0
+    return decode + keys + queries + scores + state + 12 * 64
 
 
 CONTRACT = OpContract(

@@ -1,13 +1,14 @@
 """Value up-projection, output gate and output projection of the local heads."""
 
 from palimpsest.core.contract import OpContract, Operand
-from palimpsest.kernels.sizes import ROW_TILE, linear_scratch
+from palimpsest.kernels.sizes import linear_scratch, tile_scratch
 
 
 def _scratch(hidden: int, heads: int, total_heads: int, v_dim: int, kv_lora: int, gate: bool) -> int:
-    levels = max(1, total_heads).bit_length() + 2
-    weights = 4 * (v_dim * hidden * 2 + kv_lora * v_dim)
-    return weights + linear_scratch(kv_lora, v_dim) + levels * ROW_TILE * hidden * 4 + ROW_TILE * (hidden + 3 * v_dim) * 4 + 64 * 64
+    # one open subtree per level of the rank's head groups, the group being summed, and one head's product
+    subtrees = (heads // (total_heads // (total_heads & -total_heads))).bit_length()
+    weights = linear_scratch(kv_lora, v_dim) + linear_scratch(v_dim, hidden) + (linear_scratch(hidden, v_dim) if gate else 0)
+    return weights + tile_scratch(v_dim, v_dim, *[hidden] * (subtrees + 1))
 
 
 CONTRACT = OpContract(

@@ -1,7 +1,12 @@
 """Query latent: ``RMSNorm(W_qa x)``, shared by the attention query and the indexer."""
 
 from palimpsest.core.contract import OpContract, Operand
-from palimpsest.kernels.sizes import linear_scratch
+from palimpsest.kernels.sizes import linear_scratch, norm_scratch, tile_scratch
+
+
+def _scratch(hidden: int, q_lora: int, **_: object) -> int:
+    return linear_scratch(hidden, q_lora) + norm_scratch(q_lora) + tile_scratch(q_lora)
+
 
 CONTRACT = OpContract(
     name="query_latent",
@@ -13,6 +18,6 @@ CONTRACT = OpContract(
         Operand("q_latent", "write", "[rows,q_lora] bf16|fp32"),
     ),
     params=("hidden", "q_lora", "eps"),
-    scratch=lambda hidden, q_lora, eps: linear_scratch(hidden, q_lora) + 32 * q_lora * 4 * 4,
+    scratch=_scratch,
     exact="a row's bytes depend on that row alone: not on other rows, tiles, ranks or threads",
 )

@@ -1,14 +1,17 @@
 """Sparse attention of the local heads over the selected records, in the emitted order."""
 
 from palimpsest.core.contract import OpContract, Operand
-from palimpsest.kernels.sizes import HEAD_TILE, ID_BLOCK
+from palimpsest.core.units import align_up
+from palimpsest.kernels.sizes import HEAD_TILE, ID_BLOCK, decode_scratch
 
 
-def _scratch(topk: int, heads: int, kv_lora: int, rope_dims: int, **_: object) -> int:
-    dim, ids = kv_lora + rope_dims, -(-topk // ID_BLOCK) * ID_BLOCK
-    padded = -(-heads // HEAD_TILE) * HEAD_TILE
-    records = ID_BLOCK * dim * (4 + 4) + ids * dim * 4 + ID_BLOCK * dim * 8
-    return records + padded * (dim * 8 + ids * 20 + kv_lora * 8) + 16 * 64
+def _scratch(topk: int, heads: int, kv_lora: int, rope_dims: int, format: str, **_: object) -> int:
+    dim, ids, padded = kv_lora + rope_dims, align_up(topk, ID_BLOCK), align_up(heads, HEAD_TILE)
+    decode = 0 if format in ("bf16", "fp32") else decode_scratch(ID_BLOCK * dim)
+    values = 4 * ID_BLOCK * kv_lora if format == "fp8_ds_mla" else 0
+    records = ID_BLOCK * dim * (4 + 8) + ids * dim * 4
+    logits = padded * (8 * dim + (8 + 4) * ids)
+    return decode + values + records + logits + HEAD_TILE * 4 * (3 + kv_lora + ids // ID_BLOCK) + 12 * 64
 
 
 CONTRACT = OpContract(

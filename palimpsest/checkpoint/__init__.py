@@ -1,0 +1,1 @@
+"""Checkpoint folders, read as files from strangers: bounded headers, one index, config as data, no pickle, no remote code."""

@@ -1,0 +1,250 @@
+"""Error bounds, derived from sizes and unit roundoffs; no number here was picked.
+
+An ``Arithmetic`` says how an engine rounds. From it: how far a deployed score may lie from the real one (``score_error``), and
+how far an attention output and its log-sum-exp may (``context_bound``, ``lse_bound``). Each derivation stands beside its formula.
+``own_bound`` is the same formula for the oracle's fp64, so that a check never blames an engine for the oracle's rounding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+
+#: unit roundoffs: half the distance from 1 to the next number
+U64, U32, U_FP16, U_BF16, U_E4M3 = 2.0**-53, 2.0**-24, 2.0**-11, 2.0**-8, 2.0**-4
+#: smallest normal fp32: an absolute error this large covers subnormal rounding and flush to zero
+TINY32 = 2.0**-126
+#: half the smallest subnormal fp32: what one rounding to fp32 can lose in absolute terms (without flush to zero)
+HALF_SUBNORMAL32 = 2.0**-150
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How an engine rounds: unit roundoffs u (0 where nothing rounds) and summation depths.
+
+    index_dot_u: of one addition in an index dot; with fp64 and e4m3 nothing rounds whatever this says
+    head_u, score_u: of the head sum and its scaling; of the stored score
+    logit_dot_u, logit_u: of one operation in a logit's dot and scaling; of the stored logit
+    sub_u, exp_eps: of ``s - m``; relative error of the exponential
+    p_u: of the stored probability; sum_u: of one addition in PV and the row sum
+    block: ids of one summation block, whose sums are added one after the other; 0 for a summation in any order
+    online: the running maximum is rescaled once per block
+    sum_rounded_p: the row sum adds the rounded probabilities
+    div_u, out_u: of the final division, of the stored output
+    provenance: where each number that is not the format's own comes from
+    """
+
+    name: str
+    index_dot_u: float
+    head_u: float
+    score_u: float
+    logit_dot_u: float
+    logit_u: float
+    sub_u: float
+    exp_eps: float
+    p_u: float
+    sum_u: float
+    block: int
+    online: bool
+    sum_rounded_p: bool
+    div_u: float
+    out_u: float
+    provenance: str
+
+    def depth(self, count: int) -> int:
+        """Roundings a term of an n-term sum of products can meet: its product, the additions in its block, one a later block."""
+        if not self.block:
+            return max(1, count)
+        return min(self.block, count) + -(-count // self.block)
+
+
+#: the portable engine: fp64 scores and logits rounded once to fp32; fp32 exponentials; fp32 sums in blocks of 64; fp32 context
+PORTABLE_1 = Arithmetic(
+    name="portable-1",
+    index_dot_u=U64,
+    head_u=U64,
+    score_u=U32,
+    logit_dot_u=U64,
+    logit_u=U32,
+    sub_u=U32,
+    exp_eps=2 * U32,
+    p_u=0.0,
+    sum_u=U32,
+    block=64,
+    online=False,
+    sum_rounded_p=False,
+    div_u=U32,
+    out_u=0.0,
+    provenance="formats: IEEE 754; block: the engine's contract; exp_eps: 1 ulp, documented for fp32 vector exponentials, see exp_error",
+)
+
+#: the oracle's own arithmetic: fp64 throughout, sums in any order, an exponential good to 2 ulp
+ORACLE_64 = Arithmetic(
+    name="oracle-64",
+    index_dot_u=U64,
+    head_u=U64,
+    score_u=0.0,
+    logit_dot_u=U64,
+    logit_u=0.0,
+    sub_u=U64,
+    exp_eps=4 * U64,
+    p_u=U64,
+    sum_u=U64,
+    block=0,
+    online=False,
+    sum_rounded_p=True,
+    div_u=U64,
+    out_u=0.0,
+    provenance="formats: IEEE 754; exp_eps: 2 ulp, libm",
+)
+
+
+def compound(count: float, u: float) -> float:
+    """(1 + u)**count - 1: what ``count`` roundings of size ``u`` can make of a factor."""
+    return float(np.expm1(count * np.log1p(u)))
+
+
+def score_error(model: Arithmetic, *, value: F64, mass: F64, spread: F64 | None, heads: int, dim: int) -> F64:
+    """E [n]: how far a deployed score can lie from s*.
+
+    value [n]: s*, or its fp64 value; mass [n]: scale sum |w| relu(D); spread [n]: scale sum |w| sum_j |q k|, None when the dots
+    are exact (e4m3 records with an accumulator of at least 45 bits). With |D^ - D| <= g sum_j |q k|, g = (1+u)**dim - 1, and relu
+    1-Lipschitz, a term is off by |w| g a; it then meets 1 + (heads - 1) + 1 roundings (product, additions, scaling), and the sum
+    is stored with one more:
+
+        inner = g spread + ((1 + u)**(heads + 1) - 1) (mass + g spread)
+        E = inner + u_score (|s*| + inner) + 2**-150
+
+    The last factor covers the rounding of this evaluation itself: only sums and products of non-negative numbers.
+    """
+    if spread is None:
+        assert model.index_dot_u <= U64, f"{model.name}: dots of e4m3 records are exact in fp64 only; pass the spread"
+        drift = np.zeros_like(mass)
+    else:
+        drift = compound(dim, model.index_dot_u) * spread
+    inner = drift + compound(heads + 1, model.head_u) * (mass + drift)
+    stored = inner + model.score_u * (np.abs(value) + inner) + HALF_SUBNORMAL32
+    return stored * (1 + (2 * heads + 2 * dim + 16) * U64)
+
+
+def score_error_exact(
+    model: Arithmetic, *, value: Fraction, mass: Fraction, spread: Fraction, heads: int, dim: int, exact_dots: bool
+) -> Fraction:
+    """``score_error`` of one score as a rational, for certificates; the same formula."""
+    u_dot, u_head, u_score = Fraction(model.index_dot_u), Fraction(model.head_u), Fraction(model.score_u)
+    drift = Fraction(0) if exact_dots else ((1 + u_dot) ** dim - 1) * spread
+    inner = drift + ((1 + u_head) ** (heads + 1) - 1) * (mass + drift)
+    return inner + u_score * (abs(value) + inner) + Fraction(1, 1 << 150)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The exact attention of one head over n records, as the bound needs it.
+
+    logits, p [n]: s and softmax(s); spread [n]: scale sum_j |q_j k_ij|; values [n, c]; context [c]: sum p v
+    dim: elements of a dot; dequant_u: roundoff of turning a record into numbers, 0 when its scales are powers of two
+    """
+
+    logits: F64
+    p: F64
+    spread: F64
+    values: F64
+    context: F64
+    dim: int
+    dequant_u: float
+
+
+@dataclass(frozen=True)
+class Eta:
+    """eta [n]: relative error of each unnormalised probability; numerator, denominator: of a term of PV and of the row sum."""
+
+    eta: F64
+    numerator: float
+    denominator: float
+    rho: float
+
+
+def probability_error(model: Arithmetic, head: Softmax) -> Eta:
+    """Relative error of the n unnormalised probabilities.
+
+    logit:  a dot of d products and a scaling by c meets at most d + 2 roundings, its record one more (dequant_u):
+            g = a ((1 + u_dq)(1 + u_dot)**(d+2) - 1), stored: Delta = g + u_logit (|s| + g) + 2**-150
+    shift:  the maximum m cancels between numerator and denominator, its own error too; s - m is rounded (online: the running
+            maxima telescope), which costs at most u_sub R, R = (M - s) + Delta + max Delta
+    exp:    eta = exp(Delta + u_sub R) (1 + eps)**(1 + r) (1 + u_sum)**r - 1, with r = n/block rescalings when online, else 0
+    sums:   a term of PV carries (1 + u_p)(1 + u_dq)(1 + u_sum)**h, of the row sum (1 + u_sum)**h, h the summation depth
+    """
+    n = len(head.p)
+    grown = head.spread * ((1 + head.dequant_u) * (1 + compound(head.dim + 2, model.logit_dot_u)) - 1)
+    delta = grown + model.logit_u * (np.abs(head.logits) + grown) + HALF_SUBNORMAL32
+    reach = (head.logits.max() - head.logits) + delta + delta.max()
+    rescales = -(-n // model.block) if model.online and model.block else 0
+    factors = (1 + rescales) * np.log1p(model.exp_eps) + rescales * np.log1p(model.sum_u)
+    eta = np.expm1(delta + model.sub_u * reach + factors)
+    h = compound(model.depth(n), model.sum_u)
+    numerator = (1 + model.p_u) * (1 + head.dequant_u) * (1 + h) - 1
+    denominator = ((1 + model.p_u) * (1 + h) - 1) if model.sum_rounded_p else h
+    rho = float(head.p @ ((1 + eta) * (1 + denominator) - 1)) + n * TINY32
+    return Eta(eta, numerator, denominator, rho)
+
+
+def context_bound(model: Arithmetic, head: Softmax, slack: F64 | float = 0.0) -> F64:
+    """Bound [c] on |context^ - context|, componentwise; ``slack`` [c] is the error of ``head.context`` itself.
+
+    With N^ = sum p (1+eta')(1+tau) v and D^ = sum p (1+eta')(1+sigma), the same eta' in both, and sum p (v - o) = 0,
+
+        (N^ - o D^) = sum p eta' (v - o) + sum p (1+eta') tau v - o sum p (1+eta') sigma
+        E0 = sum p eta |v - o| + t sum p (1+eta) |v| + w |o| sum p (1+eta),   E1 = E0 / (1 - rho)
+
+    with t, w, rho from ``probability_error``. Underflow loses at most TINY32 per exponential and per product, against a row sum
+    of at least exp(0) = 1. Division and the stored output round once each. Infinite when rho reaches 1: then nothing is known.
+    """
+    err = probability_error(model, head)
+    n = len(head.p)
+    if err.rho >= 1:
+        return np.full(head.context.shape, np.inf)
+    size = np.abs(head.values)
+    weight = head.p * (1 + err.eta)
+    away = (head.p * err.eta) @ (np.abs(head.values - head.context) + slack)
+    low = n * TINY32 * (2 * size.max(axis=0) + 1)
+    o = np.abs(head.context) + slack
+    e0 = away + err.numerator * (weight @ size) + err.denominator * o * weight.sum() + low
+    e1 = e0 / (1 - err.rho)
+    out = e1 + ((1 + model.div_u) * (1 + model.out_u) - 1) * (o + e1) + TINY32
+    return out * (1 + (4 * n + 4 * head.dim + 64) * U64)
+
+
+def own_bound(head: Softmax) -> F64:
+    """Bound [c] on the oracle's own error: ``context_bound`` for fp64 with exact records."""
+    exact = Softmax(head.logits, head.p, head.spread, head.values, head.context, head.dim, 0.0)
+    first = context_bound(ORACLE_64, exact)
+    return context_bound(ORACLE_64, exact, 2 * first)
+
+
+def lse_bound(model: Arithmetic, head: Softmax, lse: float) -> float:
+    """Bound on |LSE^ - LSE| for LSE = M + ln(sum exp(s - M)).
+
+    The row sum is off by a factor within 1 +- rho, m cancels, the logarithm (2 ulp) and the final addition round:
+    -ln(1 - rho) + 4 u |ln L| + u (|LSE| + |ln L|) with u of the row sum.
+    """
+    rho = probability_error(model, head).rho
+    if rho >= 1:
+        return float("inf")
+    log_sum = abs(lse - float(head.logits.max()))
+    return float(-np.log1p(-rho) + model.sum_u * (5 * log_sum + abs(lse) + 1))
+
+
+def exp_error(exp: Callable[[NDArray[np.float32]], NDArray[np.float32]], arguments: NDArray[np.float32]) -> float:
+    """Largest relative error of an engine's fp32 exponential over ``arguments`` (all <= 0), in fp64 with normal results only.
+
+    A probe for ``Arithmetic.exp_eps``: the qualifier records it beside the documented value and fails when it is larger.
+    """
+    exact = np.exp(arguments.astype(np.float64))
+    normal = exact >= TINY32
+    got = np.asarray(exp(arguments), np.float64)[normal]
+    exact = exact[normal]
+    return float(np.max(np.abs(got - exact) / exact)) if len(exact) else 0.0

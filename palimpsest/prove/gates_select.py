@@ -1,0 +1,294 @@
+"""Gates K1-K6: what was ranked, what was selected, and what the persistent bytes say should have been.
+
+A Judge follows one replay of one arrangement. It sees every row's ranked scores once, while the block that holds them exists, and recomputes scores of audited
+and of lattice rows from the persistent caches of all ranks, which it reads past the transport.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from palimpsest.prove import ties
+from palimpsest.prove.bounds import Arithmetic, score_error
+from palimpsest.prove.capture import Observation
+from palimpsest.prove.exact import Cutoff, Exact, Filtered, IndexRow, decode_keys, exact_cutoff, filtered_scores, refiner
+from palimpsest.prove.gates import Sheet
+from palimpsest.prove.peers import Caches
+
+#: tokens whose keys are decoded at once; a multiple of any page
+_CHUNK = 1 << 14
+
+F64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class IndexFacts:
+    """The indexer's numbers: ``format`` of its records, tokens per page, ranks, first id past the alias end."""
+
+    topk: int
+    heads: int
+    dim: int
+    format: str
+    page: int
+    ranks: int
+    alias_end: int
+    model: Arithmetic
+
+
+@dataclass
+class Counters:
+    """What a case must show (gates K6, V3), over the rows of one rank."""
+
+    tie_rows: int = 0
+    sides: int = 0
+    shards: int = 0
+    zero_rows: int = 0
+    pads: int = 0
+    seen: set[int] = field(default_factory=set)
+    missed: set[int] = field(default_factory=set)
+
+    def plain(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "tie_rows": self.tie_rows, "sides": self.sides, "shards": self.shards, "zero_rows": self.zero_rows, "pads": self.pads,
+            "seen": sorted(self.seen), "missed": sorted(self.missed),
+        }  # fmt: skip
+
+
+def total(parts: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """The counters of all ranks together: ``boundary`` is how many planted records some row saw and no row missed."""
+    seen = {i for p in parts for i in p["seen"]}
+    missed = {i for p in parts for i in p["missed"]}
+    return {
+        "tie_rows": sum(p["tie_rows"] for p in parts),
+        "sides": max(p["sides"] for p in parts),
+        "shards": max(p["shards"] for p in parts),
+        "zero_rows": sum(p["zero_rows"] for p in parts),
+        "pads": sum(p["pads"] for p in parts),
+        "boundary": len(seen - missed),
+    }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of one replay: chunk rows to audit and lattice rows of this slice, the all-zero row, planted ids.
+
+    base_ids: local ids [slots, topk] of the base arrangement when this is the other one
+    """
+
+    audited: frozenset[int]
+    lattice: frozenset[int]
+    zero_row: int
+    planted: tuple[int, ...]
+    base_ids: NDArray[np.int32] | None = None
+
+
+class Judge:
+    """Judges the blocks of one replay. ``certificates`` collects what K4 had to prove."""
+
+    def __init__(self, sheet: Sheet, facts: IndexFacts, plan: Plan, *, where: str, counters: Counters, ids: Callable[[], tuple[Any, Any]], caches: Caches):
+        self.sheet, self.facts, self.plan, self.where, self.counters, self.caches = sheet, facts, plan, where, counters, caches
+        self._ids = ids
+        self.observation: Observation | None = None
+        self.certificates: list[dict[str, Any]] = []
+
+    def block(self, first: int, scores: list[NDArray[np.float32]]) -> None:
+        """Rows first, first + 1, ... with their visible scores, at the moment their ids are written."""
+        assert self.observation is not None
+        ids, counts = self._ids()
+        exact = self._exact(first, scores)
+        for at, ranked in enumerate(scores):
+            row = first + at
+            slot = row - self.observation.first_row
+            count = int(np.clip(counts[slot], 0, self.facts.topk))
+            picked = ids[slot, :count]
+            self._valid(row, picked, ranked)
+            if row in self.plan.audited:
+                self._truth(row, picked, ranked, exact[row])
+            if row in self.plan.lattice:
+                self._count_lattice(row, picked, ranked)
+            if self.plan.base_ids is not None:
+                self._compare(row, self.plan.base_ids[slot], ids[slot], ranked)
+
+    def _row(self, row: int) -> IndexRow:
+        o, f = self.observation, self.facts
+        assert o is not None
+        slot = row - o.first_row
+        query = o.copies["index_query"][slot].reshape(f.heads, -1)
+        return IndexRow.from_bytes(query, o.copies["head_weights"][slot].view("<f4"), f.format)
+
+    def _valid(self, row: int, picked: NDArray[np.int32], ranked: NDArray[np.float32]) -> None:
+        faults = ties.validity_faults(picked, ranked, self.facts.topk)
+        self.sheet.cell("K2").check(not faults, 1, f"{self.where} row {row}: {'; '.join(faults)}", ranked.nbytes)
+
+    def _exact(self, first: int, scores: list[NDArray[np.float32]]) -> dict[int, Filtered]:
+        """Filtered exact scores of the audited rows; lattice rows are compared chunk by chunk and not kept."""
+        wanted = [first + at for at in range(len(scores)) if first + at in self.plan.audited | self.plan.lattice]
+        if not wanted:
+            return {}
+        rows = {row: self._row(row) for row in wanted}
+        parts: dict[int, list[Filtered]] = {row: [] for row in wanted}
+        wrong: dict[int, str] = {}
+        for start in range(0, max(len(scores[row - first]) for row in wanted), _CHUNK):
+            longest = max(len(scores[row - first]) for row in wanted)
+            values, scales = self.caches.index(start, min(start + _CHUNK, longest), self.facts.dim, self.facts.format == "fp8")
+            keys = decode_keys(values, self.facts.format)
+            for row in wanted:
+                ranked = scores[row - first][start : start + len(keys)]
+                if not len(ranked):
+                    continue
+                found = filtered_scores(rows[row], keys[: len(ranked)], None if scales is None else scales[: len(ranked)])
+                if row in self.plan.lattice and row not in wrong:
+                    fault = _lattice_fault(found, ranked, start)
+                    wrong |= {row: fault} if fault else {}
+                if row in self.plan.audited:
+                    parts[row].append(found)
+        for row in sorted(self.plan.lattice & set(wanted)):
+            fault = wrong.get(row, "")
+            self.sheet.cell("K5").check(not fault, 1, f"{self.where} row {row}: {fault}", scores[row - first].nbytes)
+        return {row: _joined(found) for row, found in parts.items() if found}
+
+    def _cutoff(self, row: int, found: Filtered) -> Cutoff:
+        """The exact cutoff of a row, from its filtered scores and, where they do not decide, from integers over the persistent bytes."""
+        return exact_cutoff(found.value, found.error, min(self.facts.topk, len(found.value)), refiner(self._row(row), self._read_index))
+
+    def _read_index(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.float32] | None]:
+        """Index records of a few ids: value bytes and scales."""
+        page, fp8 = self.facts.page, self.facts.format == "fp8"
+        values, scales = [], []
+        for i in ids.tolist():
+            start = i // page * page
+            keys, sigma = self.caches.index(start, start + page, self.facts.dim, fp8)
+            values.append(keys[i - start])
+            scales.append(sigma[i - start] if sigma is not None else 1)
+        return np.stack(values), np.asarray(scales, np.float32) if fp8 else None
+
+    def record(self, id: int) -> bytes:
+        """Bytes of one index record: values, then (fp8) its scale."""
+        values, scales = self._read_index(np.asarray([id], np.int64))
+        return values[0].tobytes() + (b"" if scales is None else scales.astype("<f4").tobytes())
+
+    def _truth(self, row: int, picked: NDArray[np.int32], ranked: NDArray[np.float32], found: Filtered) -> None:
+        """K3 of one row: every score within its derived error, every id decided by that error on the right side."""
+        cell, n, f = self.sheet.cell("K3"), len(ranked), self.facts
+        where = f"{self.where} row {row}"
+        if not (np.isfinite(ranked).all() and np.isfinite(found.value).all()):
+            cell.fail(n, f"{where}: scores that are not finite")
+            return
+        allowed = score_error(f.model, value=found.value, mass=found.mass, spread=found.spread, heads=f.heads, dim=f.dim) + found.error
+        off = np.abs(ranked.astype(np.float64) - found.value)
+        bad = np.flatnonzero(off > allowed)
+        if len(bad):
+            i = int(bad[0])
+            cell.fail(n, f"{where}: id {i} was ranked at {float(ranked[i]).hex()}, its bytes give {float(found.value[i]).hex()} +- {float(allowed[i]).hex()}")
+            return
+        cell.extreme(float(np.max(off / np.maximum(allowed, np.finfo(np.float64).tiny))))
+        cutoff = self._cutoff(row, found)
+        fault = _side_fault(picked, found, allowed, cutoff)
+        cell.check(not fault, n, f"{where}: {fault}", n * (f.dim + 4))
+
+    def _count_lattice(self, row: int, picked: NDArray[np.int32], ranked: NDArray[np.float32]) -> None:
+        """Ties, all-zero rows and planted records of one lattice row, for K6 and V3."""
+        n, c = len(ranked), self.counters
+        if not np.isfinite(ranked).all():
+            return
+        values = ranked.astype(np.float64)
+        cutoff = exact_cutoff(values, np.zeros(n), min(self.facts.topk, n), _no_refinement)
+        found = ties.tie_presence(cutoff, alias_end=self.facts.alias_end, page=self.facts.page, ranks=self.facts.ranks)
+        if found.tied:
+            c.tie_rows += 1
+            c.sides, c.shards = max(c.sides, found.sides), max(c.shards, found.shards)
+        if n > self.facts.topk and not values.any():
+            c.zero_rows += 1
+        if row != self.plan.zero_row:
+            visible = {i for i in self.plan.planted if i < n}
+            c.seen |= visible
+            c.missed |= visible - set(picked.tolist())
+
+    def _compare(self, row: int, base: NDArray[np.int32], alias: NDArray[np.int32], ranked: NDArray[np.float32]) -> None:
+        """K4 of one row: nothing differs, or every differing id is an exact tie, with a certificate."""
+        cell, found = self.sheet.cell("K4"), ties.difference(base, alias)
+        if not found:
+            cell.passed(1, base.nbytes)
+            return
+        f, o = self.facts, self.observation
+        assert o is not None
+        start, pieces = 0, []
+        while start < len(ranked):
+            values, scales = self.caches.index(start, min(start + _CHUNK, len(ranked)), f.dim, f.format == "fp8")
+            pieces.append(filtered_scores(self._row(row), decode_keys(values, f.format), scales))
+            start += _CHUNK
+        slot = row - o.first_row
+        tie_row = ties.TieRow(
+            row=row, rank=row // self._slots, topk=f.topk, visible=len(ranked), format=f.format, heads=f.heads, dim=f.dim,
+            query=o.copies["index_query"][slot].tobytes(), weights=o.copies["head_weights"][slot].tobytes(),
+        )  # fmt: skip
+        cutoff = self._cutoff(row, _joined(pieces))
+        wanted = [i for i in (*found.only_base, *found.only_alias, int(cutoff.equal[0])) if 0 <= i < len(ranked)]
+        if len(wanted) != len(found.only_base) + len(found.only_alias) + 1:
+            cell.fail(1, f"{self.where} row {row}: the arrangements differ in ids that are not visible")
+            return
+        bits = {i: int(ranked[i : i + 1].view(np.uint32)[0]) for i in wanted}
+        certificate = ties.certificate(tie_row, found, cutoff, self.record, model=f.model, bits=bits)
+        faults = ties.check_certificate(certificate, self.record)
+        faults += [f"id {m['id']} is a {m['class']}" for m in certificate["members"] if m["class"] != "exact_tie"]
+        self.certificates.append({"certificate": certificate, "records": {str(i): self.record(i).hex() for i in sorted(set(wanted))}})
+        cell.check(not faults, 1, f"{self.where} row {row}: {'; '.join(faults[:3])}", base.nbytes)
+
+    @property
+    def _slots(self) -> int:
+        ids, _ = self._ids()
+        return len(ids)
+
+
+def _no_refinement(ids: NDArray[np.int64]) -> list[Exact]:
+    raise AssertionError("scores without error need no refinement")
+
+
+def _joined(parts: list[Filtered]) -> Filtered:
+    spreads = [p.spread for p in parts if p.spread is not None]
+    return Filtered(
+        np.concatenate([p.value for p in parts]), np.concatenate([p.error for p in parts]), np.concatenate([p.mass for p in parts]),
+        np.concatenate(spreads) if spreads else None,
+    )  # fmt: skip
+
+
+def _lattice_fault(found: Filtered, ranked: NDArray[np.float32], start: int) -> str:
+    """Empty when every exact score is exact and equal to the ranked one."""
+    if found.error.any():
+        return f"the score of id {start + int(np.flatnonzero(found.error)[0])} is not on the lattice"
+    bad = np.flatnonzero(found.value != ranked)
+    if not len(bad):
+        return ""
+    i = int(bad[0])
+    return f"id {start + i} was ranked at {float(ranked[i])}, its bytes give {float(found.value[i])}"
+
+
+def _side_fault(picked: NDArray[np.int32], found: Filtered, allowed: F64, cutoff: Cutoff) -> str:
+    """Empty when every id that the error cannot move across the cutoff is on its side of it."""
+    if cutoff.tau is None:
+        return ""
+    tau, slack = float(cutoff.tau), float(allowed[cutoff.equal].max())
+    chosen = np.zeros(len(found.value), bool)
+    inside = picked[(picked >= 0) & (picked < len(chosen))]
+    chosen[inside] = True
+    missing = np.flatnonzero((found.value - allowed > tau + slack) & ~chosen)
+    if len(missing):
+        return f"id {int(missing[0])} lies above the cutoff beyond any rounding and is not selected"
+    wrong = np.flatnonzero((found.value + allowed < tau - slack) & chosen)
+    return f"id {int(wrong[0])} lies below the cutoff beyond any rounding and is selected" if len(wrong) else ""
+
+
+def structure(sheet: Sheet, o: Observation, facts: IndexFacts, rows: int, where: str) -> None:
+    """K1 over the ids every rank holds (all prepared ``rows``) and over the active rows of this rank's own slice."""
+    cell, k = sheet.cell("K1"), facts.topk
+    everywhere = ties.structure_faults(o.array("ids", np.int32, rows, k), o.array("counts", np.int32, rows), history=o.history, rows=o.rows, topk=k)
+    local = o.array("local_counts", np.int32, 2, -1)[0, : o.own]
+    ids = o.array("local_ids", np.int32, -1, k)[: o.own]
+    mine = ties.structure_faults(ids, local, history=o.history, rows=o.rows, topk=k, first_row=o.first_row)
+    for name, units, faults in (("ids", rows, everywhere), ("local ids", o.own, mine)):
+        text = f"{where} {name} row {faults[0][0]}: {faults[0][1]}" if faults else ""
+        cell.check(not faults, units, text, units * k * 4)

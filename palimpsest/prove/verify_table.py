@@ -1,0 +1,168 @@
+"""The verifier's own table: which cells a record must hold, and how many units each must have checked.
+
+Written from the case definitions, not from the qualifier: the two must agree on every number or a record is refused. Symbols as in the case
+table: T tokens, R rows, W ranks, S rows of a rank's slice, K top-k, P page, H history, a active rows.
+"""
+
+from typing import Any
+
+from palimpsest.core.errors import EvidenceError
+
+_SEAL = "seal"
+_ARRANGEMENTS = 2
+_LATTICE = ("C03", "C05", "C09", "C11")
+_MIXED = ("C01",)
+#: segments whose digests X6 compares: the caller's rows, the weights, the tables
+_INPUTS = 3
+#: places where S6 compares the complement of the write set: before the latent gather, and at the end
+_CHECKPOINTS = 2
+#: conditions of K6: tie rows, sides of the alias end, shards, zero rows
+_TIE_CONDITIONS = 4
+
+
+def case_ids() -> list[str]:
+    """C01 .. C11."""
+    return [f"C{n:02d}" for n in range(1, 12)]
+
+
+class Table:
+    """Expectations of one record, from its limits, facts and case list alone."""
+
+    def __init__(self, record: dict[str, Any]):
+        self.record = record
+        limits, facts = record["limits"], record["facts"]
+        self.t, self.r, self.w, self.p = limits["tokens"], limits["rows"], limits["ranks"], limits["page"]
+        self.k, self.s = _whole(facts, "topk"), -(-self.r // self.w)
+        self.rank_pages = -(-(self.t // self.p) // self.w)
+        self.features = _whole(record["geometry"], "kv_lora") * (_whole(record["geometry"], "heads") // self.w)
+        self.views = len(record["plan"]["base"]["views"]) + len(record["plan"]["alias"]["views"])
+
+    def sizes(self) -> dict[str, list[tuple[int, int]]]:
+        """Case -> (H, a) of each of its replays."""
+        t, r, s, k = self.t, self.r, self.s, self.k
+        ragged = -(-1000 * r // 4096)
+        ragged = max(1, ragged - 1 if ragged % s == 0 else ragged)
+        middle = k + 1 if k < r else r // 2 + 1
+        shrinking = sorted({a for a in (r, middle, s + 1, s, s - 1, 1, 0) if a <= r}, reverse=True)
+        limit = (t - r, r)
+        return {
+            "C01": [(0, r) if k < r else (k - r // 2, r)],
+            "C02": [(t // 2, r)],
+            "C03": [limit],
+            "C04": [(t - r + 1, r - 1)],
+            "C05": [(t // 8 - 1, 9 * self.w // 16 * s + 1)],
+            "C06": [(k - 1, 1)],
+            "C07": [(t * 667573 // 1000000 | 1, 0)],
+            "C08": [(t // 4 - 1, a) for a in shrinking],
+            "C09": [limit],
+            "C10": [(t // 16 + 1, ragged)],
+            "C11": [limit],
+        }
+
+    def check_case_sizes(self) -> None:
+        """The recorded cases have the sizes, regimes, audited rows and pad counts that their definitions give. Raises EvidenceError."""
+        sizes = self.sizes()
+        for case in self.record["cases"]:
+            name = case["id"]
+            found = [(step["history"], step["rows"]) for step in case["steps"]]
+            _require(found == sizes[name], f"{name} ran with (history, rows) {found}, its definition gives {sizes[name]}")
+            for step in case["steps"]:
+                wanted = self._regime(name, step["rows"])
+                _require(step["regime"] == wanted, f"{name} has {step['regime']} rows, its definition says {wanted}")
+                self._check_audited(name, step)
+            pads = sum(self.r * self.k - sum(min(self.k, h + j + 1) for j in range(a)) for h, a in sizes[name])
+            declared = case["minima"].get("pads", 0)
+            _require(declared == pads, f"{name} declares {declared} pad slots, its rows leave {pads}")
+
+    def _regime(self, case: str, rows: int) -> str:
+        if not rows:
+            return "none"
+        return "lattice" if case in _LATTICE else "mixed" if case in _MIXED else "natural"
+
+    def _check_audited(self, case: str, step: dict[str, Any]) -> None:
+        rows, audited = step["rows"], step["audited"]
+        _require(audited == sorted(set(audited)), f"{case} lists audited rows out of order or twice")
+        _require(all(row < rows for row in audited), f"{case} audits row {max(audited, default=0)} of {rows} active rows")
+        for rank in range(self.w):
+            first, count = rank * self.s, self._own(rank, rows)
+            ends = {first, first + count - 1} if count else set()
+            _require(ends <= set(audited), f"{case} does not audit the ends of rank {rank}'s slice, rows {sorted(ends)}")
+
+    def _own(self, rank: int, rows: int) -> int:
+        """Active rows in a rank's slice."""
+        return max(0, min(self.s, rows - rank * self.s))
+
+    def cells(self) -> dict[tuple[str, int, str], int]:
+        """(case, rank, gate) -> units that must have been checked. Gates with nothing to check in a case have no cell there."""
+        found: dict[tuple[str, int, str], int] = {}
+        for rank in range(self.w):
+            for gate, units in self._seal().items():
+                found[_SEAL, rank, gate] = units
+            for case in self.record["cases"]:
+                units = {gate: n for gate, n in self._case(case, rank).items() if n}
+                units["V1"] = len(units)
+                found |= {(case["id"], rank, gate): n for gate, n in units.items()}
+        return found
+
+    def _seal(self) -> dict[str, int]:
+        pairs, segments = 0, 0
+        for plan in self.record["plan"].values():
+            segments += len(plan["segments"])
+            for kind in plan["segments"]:
+                n = sum(view["segment"] == kind for view in plan["views"].values())
+                pairs += n * (n - 1) // 2
+        return {"S1": self.views, "S2": self.views, "S3": pairs, "A1": 2, "A2": segments + 1, "V5": _whole(self.record["lint"], "files")}
+
+    def _case(self, case: dict[str, Any], rank: int) -> dict[str, int]:
+        steps = case["steps"]
+        n, both = len(steps), _ARRANGEMENTS
+        active = sum(step["rows"] for step in steps)
+        own = sum(self._own(rank, step["rows"]) for step in steps)
+        pages = n * 2 * self.rank_pages
+        audited = [(step, row) for step in steps for row in step["audited"]]
+        mine = [(step, row) for step, row in audited if row // self.s == rank]
+        tokens = sum(2 * (step["history"] + step["rows"]) + self.r for step in steps)
+        again = both if case["id"] == "C11" else 0
+        return {
+            "S4": n * 2 * self.views,
+            "S5": both * pages,
+            "S6": both * n * _CHECKPOINTS,
+            "A3": both * n,
+            "X1": pages,
+            "X2": own + active,
+            "X3": own,
+            "X4": both * tokens,
+            "X5": both * n * 2 * self.w + self.t // self.p,
+            "X6": both * n * _INPUTS,
+            "K1": both * (n * self.r + own),
+            "K2": (both + 1) * own,
+            "K3": both * sum(step["history"] + row + 1 for step, row in mine),
+            "K4": own,
+            "K5": both * sum(self._lattice(rank, step) for step in steps),
+            "K6": _TIE_CONDITIONS if case["minima"].get("tie_rows", 0) else 0,
+            "O0": both * len(audited),
+            "O1": both * n * self.r + again,
+            "O1s": both * sum(step["rows"] > 0 for step in steps),
+            "O2": both * len(audited) * self.features,
+            "O6": both * active,
+            "V2": both * n,
+            "V3": sum(value > 0 for value in case["minima"].values()),
+        }
+
+    def _lattice(self, rank: int, step: dict[str, Any]) -> int:
+        own, first = self._own(rank, step["rows"]), rank * self.s
+        if step["regime"] == "mixed":
+            return sum(row % 2 == 0 for row in range(first, first + own))
+        return own if step["regime"] == "lattice" else 0
+
+
+def _whole(table: dict[str, Any], name: str) -> int:
+    value = table.get(name)
+    if type(value) is not int or value < 0:
+        raise EvidenceError(f"record.json: {name} is {value!r}, a whole number is wanted")
+    return value
+
+
+def _require(good: bool, message: str) -> None:
+    if not good:
+        raise EvidenceError(message)

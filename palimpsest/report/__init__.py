@@ -1,0 +1,1 @@
+"""Records and plans as people read them. May import rich; computes nothing."""
