@@ -76,8 +76,11 @@ class Reader:
     def raw(self, name: str) -> torch.Tensor:
         """Tensor ``name`` exactly as stored, a read-only view of the file. Raises BadCheckpoint."""
         ref = self._ref(name)
+        mapping = self._map(ref)
+        # a file that shrank must be noticed before its missing pages are touched
+        check_unchanged(self._fds[ref.file], self.checkpoint.files[ref.file], ref.file)
         self.consumed.add(name)
-        return _view(self._map(ref), ref)
+        return _view(mapping, ref)
 
     def read(self, name: str) -> torch.Tensor:
         """Tensor ``name`` ready for arithmetic: bf16 and fp32 as stored, fp16 as fp32, block-fp8 times its scales as fp32.
@@ -109,7 +112,7 @@ class Reader:
                 f"tensor {shown(name)} is not in {shown(self.checkpoint.root.name)}; run: palimpsest preflight"
             ) from None
 
-    def _map(self, ref: TensorRef) -> mmap.mmap | None:
+    def _map(self, ref: TensorRef) -> mmap.mmap:
         if ref.file not in self._fds:
             root_fd = open_root(self.checkpoint.root)
             try:
@@ -117,8 +120,10 @@ class Reader:
             finally:
                 os.close(root_fd)
             self._fds[ref.file] = fd
+            # before mapping: the length mapped below is that of the file whose header was checked
             check_unchanged(fd, self.checkpoint.files[ref.file], ref.file)
-            self._maps[ref.file] = mmap.mmap(fd, self.checkpoint.files[ref.file].size, access=mmap.ACCESS_READ)
+        if ref.file not in self._maps:
+            self._maps[ref.file] = mmap.mmap(self._fds[ref.file], self.checkpoint.files[ref.file].size, access=mmap.ACCESS_READ)
         return self._maps[ref.file]
 
     def _dequantised(self, name: str, ref: TensorRef) -> torch.Tensor:
@@ -150,9 +155,9 @@ def _block(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
     )
 
 
-def _view(mapping: mmap.mmap | None, ref: TensorRef) -> torch.Tensor:
+def _view(mapping: mmap.mmap, ref: TensorRef) -> torch.Tensor:
     dtype, count = _torch_dtype(ref.dtype), math.prod(ref.shape)
-    if not count or mapping is None:
+    if not count:
         return torch.empty(ref.shape, dtype=dtype)
     with warnings.catch_warnings():
         # torch warns that the buffer is read-only; that is the point

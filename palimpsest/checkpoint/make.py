@@ -7,6 +7,7 @@ random generator, and the arithmetic from bits to values is exact or rounded onc
 import errno
 import hashlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -27,7 +28,7 @@ from palimpsest.core.units import ceil_div
 
 SEED = 20_261_201
 #: standard deviation of a sum of four 16-bit uniforms, in units of one: sqrt(4 * (65536**2 - 1) / 12)
-_SUM_OF_FOUR = (4 * (65536**2 - 1) / 12) ** 0.5
+_SUM_OF_FOUR = math.sqrt(4 * (65536**2 - 1) / 12)
 #: largest finite e4m3 value
 _E4M3_MAX = 448.0
 _HEADER_ALIGN = 8
@@ -53,7 +54,7 @@ def make(
         target.parent.mkdir(parents=True, exist_ok=True)
         os.mkdir(partial)
         try:
-            _write_folder(partial, shape, preset, seed)
+            _write_folder(partial, shape, seed)
             os.rename(partial, target)
         except BaseException:
             # also for Ctrl-C: what is not published must not stay
@@ -80,19 +81,12 @@ def _shape(shape: Shape, overrides: Mapping[str, int | str]) -> Shape:
         elif type(value) is not int or (not (name == "fp8" and value == 0) and not 1 <= value <= 1 << 21):
             raise BadConfig(f"checkpoint field {name} is {value!r}, expected a whole number from 1 to {1 << 21}")
     changed = replace(shape, **overrides)  # type: ignore[arg-type]
-    need = sum(_elements(draw.shape) * ELEMENT_BYTES[draw.dtype] for draw in tensors_of(changed).values())
+    need = sum(math.prod(draw.shape) * ELEMENT_BYTES[draw.dtype] for draw in tensors_of(changed).values())
     if need > MAX_MODEL_BYTES:
         raise BadConfig(
             f"this checkpoint would have {need} bytes, more than the {MAX_MODEL_BYTES} allowed; choose smaller fields"
         )
     return changed
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def _refuse_occupied(target: Path) -> None:
@@ -104,9 +98,9 @@ def _refuse_occupied(target: Path) -> None:
         )
 
 
-def _write_folder(folder: Path, shape: Shape, preset: str, seed: int) -> None:
+def _write_folder(folder: Path, shape: Shape, seed: int) -> None:
     draws = tensors_of(shape)
-    _write(folder / "config.json", _json(config_of(shape, preset)))
+    _write(folder / "config.json", _json(config_of(shape)))
     shards = _shards(draws)
     weight_map: dict[str, str] = {}
     total = 0
@@ -132,7 +126,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def _shards(draws: Mapping[str, Draw]) -> list[list[str]]:
     """Two shards of about the same size, cut between layers' tensors in the order of creation."""
-    sizes = {name: _elements(draw.shape) * ELEMENT_BYTES[draw.dtype] for name, draw in draws.items()}
+    sizes = {name: math.prod(draw.shape) * ELEMENT_BYTES[draw.dtype] for name, draw in draws.items()}
     half, at = sum(sizes.values()) / 2, 0
     first: list[str] = []
     for name, size in sizes.items():
@@ -180,7 +174,7 @@ def _stored(name: str, draw: Draw, seed: int, block: int) -> dict[str, tuple[str
 
 def _values(name: str, draw: Draw, seed: int) -> np.ndarray:
     """float64 array of ``draw.shape``: mean + spread * (sum of four uniform 16-bit integers, centred, of unit variance)."""
-    count = _elements(draw.shape)
+    count = math.prod(draw.shape)
     key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     bits = np.frombuffer(hashlib.shake_256(key).digest(8 * count), dtype="<u2").reshape(count, 4)
     centred = bits.astype(np.int64).sum(axis=1) - 2 * 65_535

@@ -165,7 +165,9 @@ def _indexer_layers(checkpoint: Checkpoint, geometry: Geometry) -> list[Finding]
             held == {layer + shift for layer in wanted if layer + shift < geometry.layers}
             and max(wanted) + shift <= geometry.layers
         ):
-            step = f"the layer list of config.json is off by {shift}: full_attn_layers counts from 1, 0-based layer 3 is written 4"
+            step = (
+                f"the layer list of config.json is off by {shift}: full_attn_layers counts from 1, 0-based layer 3 is written 4"
+            )
             return [_error("indexer layers", _listed(held), _listed(wanted), step)]
     extra, missing = held - wanted, wanted - held
     words = "; ".join(

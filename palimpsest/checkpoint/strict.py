@@ -132,7 +132,7 @@ def check_unchanged(fd: int, before: Identity, name: str) -> None:
         was, now = getattr(before, field), getattr(after, field)
         if was != now:
             raise BadCheckpoint(
-                f"{shown(name)} changed while it was open: {field} was {was}, is {now}; stop what writes to it and start again"
+                f"{shown(name)} changed while in use: {field} was {was}, is {now}; stop what writes to it and start again"
             )
 
 

@@ -7,6 +7,7 @@ tensors are bf16. Simplified on purpose: routed experts are bf16 (``w1``, ``w2``
 vision tower.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,11 +79,9 @@ class Draw:
     dtype: str = "BF16"
 
 
-def config_of(shape: Shape, preset: str) -> dict[str, Any]:
+def config_of(shape: Shape) -> dict[str, Any]:
     """config.json of ``shape``."""
-    return {"kimi_k31": _kimi_config, "deepseek_v32": _deepseek_config, "glm_moe_dsa": _glm_config}[shape.family](shape) | {
-        "_name_or_path": f"palimpsest/{preset}"
-    }
+    return {"kimi_k31": _kimi_config, "deepseek_v32": _deepseek_config, "glm_moe_dsa": _glm_config}[shape.family](shape)
 
 
 def _latent_attention(shape: Shape) -> dict[str, Any]:
@@ -254,7 +253,7 @@ def tensors_of(shape: Shape) -> dict[str, Draw]:
 
 
 def _linear(out: int, fan_in: int, gain: float = 1.0, fp8: int = 0) -> Draw:
-    return Draw((out, fan_in), gain / fan_in**0.5, dtype="F8_E4M3" if fp8 else "BF16")
+    return Draw((out, fan_in), gain / math.sqrt(fan_in), dtype="F8_E4M3" if fp8 else "BF16")
 
 
 def _norm(size: int, dtype: str = "BF16") -> Draw:

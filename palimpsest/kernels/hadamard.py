@@ -1,4 +1,4 @@
-"""Hadamard rotation ``x @ H / sqrt(dim)`` of row tiles by butterflies, fp64 inside, one rounding to fp32."""
+"""Hadamard rotation ``x @ H / sqrt(dim)`` of row tiles by butterflies, fp64 inside, one rounding to fp32, zeros are +0."""
 
 import numpy as np
 import torch
@@ -37,4 +37,5 @@ class Hadamard:
         butterflies(self.wide, self.half)
         wide = self.wide.numpy()
         np.multiply(wide, self.scale, out=wide)
+        np.add(wide, 0.0, out=wide)
         tile.copy_(self.wide)

@@ -7,6 +7,7 @@ rows, weight columns cut at absolute multiples of ``COLUMN_TILE``. BLAS then giv
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from palimpsest.core.errors import Unavailable
@@ -67,6 +68,8 @@ class Projection:
         width = block.shape[0]
         tile = self.output[: ROW_TILE * width].view(ROW_TILE, width)
         torch.mm(self.input, block.t(), out=tile)
+        # whether a sum of zeros is -0 is up to the BLAS; +0.0 makes it +0 everywhere
+        np.add(tile.numpy(), np.float32(0), out=tile.numpy())
         out[:, first : first + width].copy_(tile)
 
 

@@ -96,12 +96,13 @@ def _check_apart(plan: Plan) -> None:
 
 def _check_index(plan: Plan, index_bits: int) -> None:
     largest = (1 << (index_bits - 1)) - 1
-    for place in plan.places:
-        if place.stop - 1 > largest:
-            raise PlanRefused(
-                f"{place.buffer} ends at byte offset {place.stop - 1:,} of the {place.kind} segment, above {largest:,}, the "
-                f"largest a {index_bits}-bit kernel offset can hold; prepare fewer tokens or rows, or use 64-bit kernel offsets"
-            )
+    beyond = [place for place in plan.places if place.stop - 1 > largest]
+    if beyond:
+        worst = max(beyond, key=lambda place: place.nbytes)
+        raise PlanRefused(
+            f"{worst.buffer} ends at byte offset {worst.stop - 1:,} of the {worst.kind} segment, above {largest:,}, the "
+            f"largest a {index_bits}-bit kernel offset can hold; prepare fewer tokens or rows, or use 64-bit kernel offsets"
+        )
 
 
 def _check_bytes(program: Program, plan: Plan) -> None:

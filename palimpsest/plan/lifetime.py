@@ -158,15 +158,9 @@ class Lifetimes:
         return begun and any(a == position or self.order.precedes(position, a) for a in life.accesses)
 
     def _split(self, access: dict[int, set[str]]) -> tuple[LiveRange, ...]:
+        # a step that only writes is ordered with every other access, or it would have been refused as a race
         positions = sorted(access)
-        cuts = [
-            k
-            for k, p in enumerate(positions)
-            if k
-            and access[p] == {"write"}
-            and all(self.order.precedes(q, p) for q in positions[:k])
-            and all(self.order.precedes(p, q) for q in positions[k + 1 :])
-        ]
+        cuts = [k for k, p in enumerate(positions) if k and access[p] == {"write"}]
         bounds = [0, *cuts, len(positions)]
         return tuple(LiveRange(tuple(positions[lo:hi])) for lo, hi in itertools.pairwise(bounds))
 

@@ -79,7 +79,7 @@ PORTABLE_1 = Arithmetic(
     sum_rounded_p=False,
     div_u=U32,
     out_u=0.0,
-    provenance="formats: IEEE 754; block: the engine's contract; exp_eps: 1 ulp, documented for fp32 vector exponentials, see exp_error",
+    provenance="formats: IEEE 754; block: the engine's contract; exp_eps: 1 ulp, documented for vector exponentials",
 )
 
 #: the oracle's own arithmetic: fp64 throughout, sums in any order, an exponential good to 2 ulp

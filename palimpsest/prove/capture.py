@@ -59,14 +59,19 @@ class Compared:
 
 @dataclass
 class Observation:
-    """Private copies of one replay. Arrays of raw bytes are u8 [rows, bytes of a row]."""
+    """Private copies of one replay. Arrays of raw bytes are u8 [rows, bytes of a row].
+
+    first_row, own: of the chunk, the rows this rank selects for; prepared: rows of a full chunk
+    """
 
     history: int
     rows: int
     first_row: int
     own: int
+    prepared: int
     pages_before: dict[str, NDArray[np.uint64]] = field(default_factory=dict)
     pages_after: dict[str, NDArray[np.uint64]] = field(default_factory=dict)
+    touched: dict[str, dict[int, Bytes]] = field(default_factory=dict)
     appended: dict[str, dict[int, Bytes]] = field(default_factory=dict)
     moved: list[str] = field(default_factory=list)
     allocated: list[str] = field(default_factory=list)
@@ -84,6 +89,13 @@ class Observation:
     slack_damage: list[str] = field(default_factory=list)
     kept_bytes: int = 0
     early_bytes: int = 0
+    tail_rows_kept: bool = True
+    latent_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    latents: Bytes = field(default_factory=lambda: np.empty((0, 0), np.uint8))
+
+    def records(self, ids: NDArray[np.integer]) -> Bytes:
+        """Latent records of selected ids, from the private gather: u8 [n, record]."""
+        return self.latents[np.searchsorted(self.latent_ids, ids)]
 
     @property
     def visible(self) -> int:
@@ -114,7 +126,7 @@ class Watch:
         self._heap: tuple[int, int] | None = None
         log.start(block)
         self.writes: WriteSet | None = None
-        self._ids_before = b""
+        self._ids_before = self._idle_rows = b""
 
     def seal_writes(self, poisoned: int) -> None:
         """Fix what may not change, right after the poison; also the persistent pages and the inputs as they are now."""
@@ -125,7 +137,9 @@ class Watch:
         o.poisoned = poisoned or segment.nbytes
         o.kept_bytes, o.early_bytes = self.writes.kept_bytes, self.writes.early_bytes
         o.pages_before = self._pages()
+        o.touched = {name: self._appended(name) for name in ("index_cache", "latent_cache")}
         self._ids_before = self._written_digest()
+        o.copies["output_before"] = raw_of(self.arena, "output").copy()
 
     def _pages(self) -> dict[str, NDArray[np.uint64]]:
         limits = self.session.program.limits
@@ -137,15 +151,20 @@ class Watch:
     def before(self, step: Step, call: Call, chunk: Chunk) -> None:
         if step.name == "gather_latent":
             self._at_barrier()
-        if step.name == "sparse_attend":
+        elif step.name == "sparse_attend":
             self._keep("ids", "counts")
+            self._gather()
+        elif step.name == "reduce_output":
+            self._idle_rows = whole_digest(raw(self.arena.view("output")[chunk.rows :]))
         self._heap = heap_bytes() if self.alone else None
 
     def after(self, step: Step, call: Call, chunk: Chunk) -> None:
         self._check_heap(step)
         self.plant(step.name, self.arena)
         o = self.observation
-        if step.name == "index_query":
+        if step.name == "bind_inputs":
+            self._keep_rows("hidden", o.rows)
+        elif step.name == "index_query":
             self._keep_rows("index_query", o.own)
             self._keep_rows("head_weights", o.own)
         elif step.name == "index_select":
@@ -157,8 +176,9 @@ class Watch:
             self._keep_rows("query", o.rows)
             self._keep_rows("context", o.rows)
         elif step.name == "project_output":
-            self._keep_rows("hidden", o.rows)
             self._keep_rows("partial", o.rows)
+        elif step.name == "reduce_output":
+            o.tail_rows_kept = whole_digest(raw(self.arena.view("output")[chunk.rows :])) == self._idle_rows
 
     def tap(self, step: Step, event: str, **data: Any) -> None:
         if event == "scores":
@@ -178,6 +198,13 @@ class Watch:
     def _keep_rows(self, name: str, rows: int) -> None:
         view = self.arena.view(name)
         self.observation.copies[name] = raw(view[:rows]).reshape(rows, -1).copy() if rows else np.empty((0, 0), np.uint8)
+
+    def _gather(self) -> None:
+        """Selected latent records from the persistent caches of all ranks, before any rank can go on to another replay."""
+        o = self.observation
+        ids = np.unique(self.observation.copies["ids"].view(np.int32))
+        o.latent_ids = ids[(ids >= 0) & (ids < o.visible)].astype(np.int64)
+        o.latents = self.caches.latents(o.latent_ids, self.arena.view("latent_history").shape[1])
 
     def _at_barrier(self) -> None:
         """All readers of the index history are done and the latent history is not there yet."""

@@ -157,13 +157,19 @@ def _entry_faults(entry: dict[str, Any], row: _Row, record: bytes, tau: Fraction
     return faults
 
 
-def check_certificate(cert: Any, read_record: ReadRecord, *, whole: bool = False) -> list[str]:
+def check_certificate(
+    cert: Any, read_record: ReadRecord, *, whole: bool = False, rounding: dict[str, int] | None = None
+) -> list[str]:
     """Everything wrong with a certificate; an empty list when it proves its claim.
 
-    whole: also score all visible records, and so check the cutoff, the class sizes and which ids lie above (0.2 ms per record and
-    head pair of 64 x 128). Without it the k-th entry witnesses that the cutoff value is a real score, but not its rank.
+    whole: also score all visible records, and so check the cutoff and the class sizes (0.2 ms and more per record). Without it the
+        k-th entry witnesses that the cutoff value is a real score, but not its rank.
+    rounding: the engine's own exponents of unit roundoffs (dot, head, score); a certificate that claims others is at fault. The
+        deployed bits of a rounded tie are a claim no record can confirm; an exact tie needs none.
     """
     faults = _shape_faults(cert) or _count_faults(cert)
+    if not faults and rounding not in (None, cert["rounding"]):
+        faults.append(f"rounding {cert['rounding']} is claimed, the engine's is {rounding}")
     if faults:
         return faults
     try:

@@ -34,6 +34,8 @@ F32 = NDArray[np.float32]
 
 #: tokens or rows of one generator
 BLOCK = 1024
+#: standard deviation of values quantised so that their largest comes near 448
+SPREAD = 120.0
 #: e4m3 codes of 1 and -1
 ONE, MINUS_ONE = 0x38, 0xB8
 
@@ -56,9 +58,16 @@ def encode_e4m3(values: NDArray[np.float64]) -> U8:
 
 @lru_cache(maxsize=8)
 def _gaussian_codes(deviation: float) -> U8:
-    """256 e4m3 codes at the 256 equal shares of a normal distribution: a uniform byte indexes a gaussian code."""
-    shares = [NormalDist(0, deviation).inv_cdf((i + 0.5) / 256) for i in range(256)]
-    return encode_e4m3(np.array(shares))
+    """e4m3 codes at the 65536 equal shares of a normal distribution: a uniform 16-bit number indexes a gaussian code."""
+    shares = [NormalDist(0, deviation).inv_cdf((i + 0.5) / 65536) for i in range(65536)]
+    table = encode_e4m3(np.array(shares))
+    table.setflags(write=False)
+    return table
+
+
+def _codes(rng: np.random.Generator, deviation: float, *shape: int) -> U8:
+    """Gaussian e4m3 codes of this deviation, saturated at 448, none of them NaN."""
+    return _gaussian_codes(deviation)[rng.integers(0, 65536, shape, np.uint16)]
 
 
 def to_bf16(values: F32) -> NDArray[np.uint16]:
@@ -139,7 +148,7 @@ class Data:
             return self._stored(keys), np.ones(high - low, np.float32) if fp8 else None
         if not fp8:
             return rng.standard_normal((BLOCK, dim), np.float32)[low:high].view(np.uint8), None
-        codes = _gaussian_codes(120.0)[rng.integers(0, 256, (BLOCK, dim), np.uint8)]
+        codes = _codes(rng, SPREAD, BLOCK, dim)
         if self.geometry.indexer.scale_format == "ue8m0":
             scales = np.ldexp(np.float32(1), rng.integers(-9, -5, BLOCK)).astype(np.float32)
         else:
@@ -170,9 +179,9 @@ class Data:
         rng = generator(self.master, "latent", self.formats.latent, block)
         g, kind = self.geometry, self.formats.latent
         if kind == "fp8":
-            return _gaussian_codes(1.0 / g.latent_scale)[rng.integers(0, 256, (BLOCK, g.latent_dim), np.uint8)]
+            return _codes(rng, 1 / g.latent_scale, BLOCK, g.latent_dim)
         if kind == "fp8_ds_mla":
-            codes = _gaussian_codes(120.0)[rng.integers(0, 256, (BLOCK, g.kv_lora), np.uint8)]
+            codes = _codes(rng, SPREAD, BLOCK, g.kv_lora)
             scales = (rng.uniform(2.0, 5.0, (BLOCK, g.kv_lora // 128)) / 448).astype("<f4").view(np.uint8)
             rope = to_bf16(rng.standard_normal((BLOCK, g.rope.dims), np.float32)).astype("<u2").view(np.uint8)
             return np.concatenate([codes, scales, rope.reshape(BLOCK, 2 * g.rope.dims)], axis=1)
@@ -218,7 +227,7 @@ class Data:
         weights = (rng.standard_normal(ix.heads) * (ix.heads * ix.dim) ** -0.5 / 128).astype(np.float32)
         if self.formats.index != "fp8":
             return rng.standard_normal((ix.heads, ix.dim), np.float32).view(np.uint8), weights
-        return _gaussian_codes(120.0)[rng.integers(0, 256, (ix.heads, ix.dim), np.uint8)], weights
+        return _codes(rng, SPREAD, ix.heads, ix.dim), weights
 
     def _lattice_query(self, rng: np.random.Generator, step: Replay, row: int) -> tuple[U8, F32]:
         ix = self.geometry.indexer

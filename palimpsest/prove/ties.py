@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palimpsest.prove.bounds import Arithmetic, score_error
-from palimpsest.prove.certificate import SCHEMA, ReadRecord
-from palimpsest.prove.certificate import check_certificate as check_certificate
+from palimpsest.prove.certificate import SCHEMA, ReadRecord, check_certificate  # noqa: F401
 from palimpsest.prove.exact import Cutoff, Exact, IndexRow, decode_keys, exact_score, filtered_scores
 
 #: what fills an emitted slot past the count
@@ -166,7 +165,7 @@ def _entry(row: TieRow, index: IndexRow, model: Arithmetic, id: int, record: byt
     return entry, score, within
 
 
-def make_certificate(
+def certificate(
     row: TieRow,
     found: Difference,
     cutoff: Cutoff,

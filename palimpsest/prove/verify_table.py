@@ -152,7 +152,8 @@ class Table:
     def _lattice(self, rank: int, step: dict[str, Any]) -> int:
         own, first = self._own(rank, step["rows"]), rank * self.s
         if step["regime"] == "mixed":
-            return sum(row % 2 == 0 for row in range(first, first + own))
+            zero = 3 * step["rows"] // 4
+            return sum(row % 2 == 0 or row == zero for row in range(first, first + own))
         return own if step["regime"] == "lattice" else 0
 
 

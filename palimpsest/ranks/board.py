@@ -101,8 +101,12 @@ class StoreBoard:
         self._store.set(f"board/{rank}", progress.pack().hex())
 
     def read(self, rank: int) -> Progress:
+        """The record; ``Progress()`` when there is none, or the store is gone with the rank that kept it."""
         key = f"board/{rank}"
-        return unpack(bytes.fromhex(self._store.get(key).decode())) if self._store.check([key]) else Progress()
+        try:
+            return unpack(bytes.fromhex(self._store.get(key).decode())) if self._store.check([key]) else Progress()
+        except RuntimeError:
+            return Progress()
 
 
 class Reporter:

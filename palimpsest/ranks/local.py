@@ -145,7 +145,8 @@ class LocalWorld(Generic[T]):
         self._await_turn(rank)
 
     def _await_turn(self, rank: int) -> None:
-        self._ranks[rank].baton.acquire()
+        if not self._over.is_set():
+            self._ranks[rank].baton.acquire()
         if self._over.is_set():
             raise _Released
         self._ranks[rank].ready = None

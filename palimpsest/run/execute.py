@@ -52,6 +52,8 @@ class Session:
     def seal(self) -> None:
         """From here on nothing is allocated; every rank seals together."""
         self.comm.agree("sealed", self.plan.digest)
+        with self.guard:  # torch sets its dispatch mode up at first use
+            self.output[:0].zero_()
         self.at_seal = counters(self.arena)
 
     def prefill(

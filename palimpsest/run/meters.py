@@ -5,6 +5,7 @@ the C heap's from ``mallinfo2``, torch's from its profiler's memory events. Linu
 """
 
 import ctypes
+import gc
 import platform
 import re
 import tracemalloc
@@ -128,7 +129,11 @@ class Counters:
 
 
 def counters(arena: Arena | None = None) -> Counters:
-    """Read all counters now; ``arena`` limits the mappings to its own. ``numpy_live`` only while tracemalloc is tracing."""
+    """Read all counters now; ``arena`` limits the mappings to its own. ``numpy_live`` only while tracemalloc is tracing.
+
+    Garbage is collected first, so that a counter moves for what is alive and not for what waits to be freed.
+    """
+    gc.collect()
     mapped = tuple(arena_mappings(arena) if arena else mappings())
     large, used = heap_bytes() or (None, None)
     return Counters(mapped, sum(m.pss for m in mapped), large, used, _numpy_live())

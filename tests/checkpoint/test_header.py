@@ -1,5 +1,6 @@
 """Hostile and damaged safetensors headers: each refused in one line that names the file, and memory stays bounded."""
 
+import contextlib
 import json
 import os
 import tracemalloc
@@ -52,12 +53,18 @@ HOSTILE = {
     "not UTF-8": (file_of(b'{"\xff": 1}'), "not UTF-8"),
     "trailing text": (file_of(b"{} {}"), "not JSON"),
     "duplicate tensor": (file_of(b'{"t":' + text_of(entry()) + b',"t":' + text_of(entry()) + b"}", bytes(4)), "twice"),
-    "duplicate key in a tensor": (file_of(b'{"t":{"dtype":"U8","dtype":"U8","shape":[4],"data_offsets":[0,4]}}', bytes(4)), "twice"),
+    "duplicate key in a tensor": (
+        file_of(b'{"t":{"dtype":"U8","dtype":"U8","shape":[4],"data_offsets":[0,4]}}', bytes(4)),
+        "twice",
+    ),
     "NaN offset": (file_of(b'{"t":{"dtype":"U8","shape":[NaN],"data_offsets":[0,4]}}', bytes(4)), "NaN"),
     "Infinity": (file_of(b'{"t":{"dtype":"U8","shape":[Infinity],"data_offsets":[0,4]}}', bytes(4)), "Infinity"),
     "fraction": (file_of(b'{"t":{"dtype":"U8","shape":[4.0],"data_offsets":[0,4]}}', bytes(4)), "not an integer"),
     "huge exponent": (file_of(b'{"t":{"dtype":"U8","shape":[1e999],"data_offsets":[0,4]}}', bytes(4)), "not an integer"),
-    "5000-digit integer": (file_of(b'{"t":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}', bytes(4)), "outside"),
+    "5000-digit integer": (
+        file_of(b'{"t":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}', bytes(4)),
+        "outside",
+    ),
     "boolean size": (file_of(b'{"t":{"dtype":"U8","shape":[true],"data_offsets":[0,1]}}', bytes(1)), "shape"),
     "negative size": (file_of(text_of({"t": entry(shape=(-4,))}), bytes(4)), "shape"),
     "shape is a number": (file_of(text_of({"t": entry(shape=4)}), bytes(4)), "shape"),
@@ -111,7 +118,9 @@ def test_hostile_header_is_refused(tmp_path: Path, case: str) -> None:
 
 
 def test_good_headers(tmp_path: Path) -> None:
-    text = text_of({"a": entry("F32", (2, 3), (0, 24)), "empty": entry("BF16", (0, 7), (24, 24)), "scalar": entry("I64", (), (24, 32))})
+    text = text_of(
+        {"a": entry("F32", (2, 3), (0, 24)), "empty": entry("BF16", (0, 7), (24, 24)), "scalar": entry("I64", (), (24, 32))}
+    )
     found = read(tmp_path, file_of(text + b"   ", bytes(32)))
     base = 8 + len(text) + 3
     assert found.tensors["a"] == header.TensorRef(NAME, "F32", (2, 3), base, base + 24)
@@ -191,24 +200,23 @@ def test_damaged_headers_raise_nothing_but_user_errors(tmp_path_factory, at: int
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=6,
 )
+ENTRY = st.fixed_dictionaries({"dtype": st.sampled_from(["U8", "F32"]), "shape": JSON, "data_offsets": JSON})
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.dictionaries(st.text(max_size=6), JSON | st.fixed_dictionaries({"dtype": st.sampled_from(["U8", "F32"]), "shape": JSON, "data_offsets": JSON})))
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.text(max_size=6), JSON | ENTRY, max_size=3))
 def test_any_json_header_raises_nothing_but_user_errors(entries: dict) -> None:
     data = text_of(entries)
-    try:
+    with contextlib.suppress(UserError):
         header.parse_header(data, NAME, 8 + len(data))
-    except UserError:
-        pass
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_raise_nothing_but_user_errors(data: bytes) -> None:
-    try:
+    with contextlib.suppress(UserError):
         header.parse_header(data, NAME, 8 + len(data))
-    except UserError:
-        pass

@@ -1,5 +1,6 @@
-"""Hostile and incomplete folders: paths that leave the folder, files that are not files, an index that disagrees with its shards."""
+"""Hostile and incomplete folders: paths that leave the folder, files that are no files, an index its shards contradict."""
 
+import contextlib
 import json
 import os
 import socket
@@ -54,9 +55,9 @@ def test_single_file_without_index(plain: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "../b.safetensors", "/etc/b.safetensors", "a/../../b.safetensors", "sub/b.safetensors", "./b.safetensors", "b.safetensors\0",
-        "b\0.safetensors", "b.safetensors\n", "\uff42.safetensors", "b\u200b.safetensors", "b.safetensor\u0455", "b .safetensors", "~.safetensors ",
-        ".safetensors/..", "b.safetensors/", "", "..", "C:\\b.safetensors", "b.SAFETENSORS",
+        "../b.safetensors", "/etc/b.safetensors", "a/../../b.safetensors", "sub/b.safetensors", "./b.safetensors", "b.safetensors/",
+        "b.safetensors\0", "b\0.safetensors", "b.safetensors\n", "\uff42.safetensors", "b\u200b.safetensors",
+        "b.safetensor\u0455", "b .safetensors", "~.safetensors ", ".safetensors/..", "", "..", "C:\\b.safetensors", "b.SAFETENSORS",
     ],
 )  # fmt: skip
 def test_shard_names_that_are_not_plain(plain: Path, name: str) -> None:
@@ -178,11 +179,20 @@ def test_total_size_that_is_absent_or_equal(plain: Path, metadata: object) -> No
 @pytest.mark.parametrize(
     "text",
     [
-        "", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"x": "a.safetensors", "x": "b.safetensors"}}', "{",
-        '{"weight_map": {"x": "a.safetensors"}, "metadata": []}', '{"metadata": {"total_size": NaN}, "weight_map": {"x": "a.safetensors"}}',
-        '{"weight_map": ' + '{"a":' * 100_000 + "1" + "}" * 100_001, "\ufeff{}", '{"weight_map": {"a\\u0000": "a.safetensors"}}',
+        "",
+        "[]",
+        "{}",
+        "{",
+        "\ufeff{}",
+        '{"weight_map": {}}',
+        '{"weight_map": []}',
+        '{"weight_map": {"x": "a.safetensors", "x": "b.safetensors"}}',
+        '{"weight_map": {"x": "a.safetensors"}, "metadata": []}',
+        '{"metadata": {"total_size": NaN}, "weight_map": {"x": "a.safetensors"}}',
+        '{"weight_map": ' + '{"a":' * 100_000 + "1" + "}" * 100_001,
+        '{"weight_map": {"a\\u0000": "a.safetensors"}}',
     ],
-)  # fmt: skip
+)
 def test_index_text_that_is_no_index(plain: Path, text: str) -> None:
     (plain / index.INDEX).write_text(text)
     refused(plain)
@@ -211,7 +221,7 @@ def test_pickle_under_a_safetensors_name(plain: Path) -> None:
 def test_paths_that_are_no_folder(plain: Path, tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "nowhere")
     assert "not a folder" in refused(plain / "config.json")
-    assert "NUL" in refused(Path("a\0b")) or True
+    assert "null" in refused(Path("a\0b"))
     (tmp_path / "empty").mkdir()
     assert "config.json" in refused(tmp_path / "empty")
     (tmp_path / "empty" / "config.json").write_text("{}")
@@ -221,14 +231,15 @@ def test_paths_that_are_no_folder(plain: Path, tmp_path: Path) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_any_index_raises_nothing_but_user_errors(data: bytes) -> None:
-    try:
+    with contextlib.suppress(UserError):
         index.parse_index(data)
-    except UserError:
-        pass
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.dictionaries(st.text(max_size=8), st.text(max_size=30) | st.integers() | st.none(), max_size=4), st.integers() | st.floats() | st.text())
+@given(
+    st.dictionaries(st.text(max_size=8), st.text(max_size=30) | st.integers() | st.none(), max_size=4),
+    st.integers() | st.floats() | st.text(),
+)
 def test_any_weight_map_raises_nothing_but_user_errors(weight_map: dict, total: object) -> None:
     try:
         places, _ = index.parse_index(json.dumps({"weight_map": weight_map, "metadata": {"total_size": total}}).encode())

@@ -22,7 +22,9 @@ from palimpsest.plan.plan import Overlap, Segment
 
 
 def move(plan, name, **changes):
-    return dataclasses.replace(plan, places=tuple(dataclasses.replace(p, **changes) if p.buffer == name else p for p in plan.places))
+    return dataclasses.replace(
+        plan, places=tuple(dataclasses.replace(p, **changes) if p.buffer == name else p for p in plan.places)
+    )
 
 
 def refused(made, plan, *words, **more):
@@ -110,8 +112,15 @@ def test_planted_segment_faults_are_refused():
 def test_planted_claims_are_refused():
     plan = place(SIMPLE)
     (pair,) = plan.overlaps
-    for edited in ((), (pair, pair), (dataclasses.replace(pair, stop=31),), (dataclasses.replace(pair, ordered_by="hope"),),
-                   (pair, Overlap("a", "w", 0, 1, "x")), (Overlap("b", "a", pair.start, pair.stop, pair.ordered_by),)):  # fmt: skip
+    edits = [
+        (),
+        (pair, pair),
+        (dataclasses.replace(pair, stop=31),),
+        (dataclasses.replace(pair, ordered_by="hope"),),
+        (pair, Overlap("a", "w", 0, 1, "x")),
+        (Overlap("b", "a", pair.start, pair.stop, pair.ordered_by),),
+    ]
+    for edited in edits:
         refused(SIMPLE, dataclasses.replace(plan, overlaps=edited), "overlap")
     for bound in (63, 65, 0):
         refused(SIMPLE, dataclasses.replace(plan, lower_bound=bound), "lower bound", "64")
@@ -123,7 +132,9 @@ def test_reuse_off_with_shared_histories_is_a_lie():
 
 
 def test_two_buffers_of_one_step_may_not_share():
-    made = program([buffer("a", 16), buffer("b", 16)], [step("s0", writes="a"), step("s1", reads="a", writes="b")], outputs=("b",))
+    made = program(
+        [buffer("a", 16), buffer("b", 16)], [step("s0", writes="a"), step("s1", reads="a", writes="b")], outputs=("b",)
+    )
     plan = assemble(Lifetimes(made), {"a": 0, "b": 0}, "on", "hand")
     refused(made, plan, "s1", "a [0, 16)", "b [0, 16)", "share 16 bytes")
 
@@ -221,7 +232,10 @@ def test_the_checker_agrees_with_the_twin_on_two_queues(made, data):
 def corruptions(plan, data):
     """One random edit of the JSON form, with what it did."""
     tree = json.loads(plan.to_json())
-    places, kind = tree["places"], data.draw(st.sampled_from(["move", "swap", "shrink", "drop", "overlap", "resize", "bound", "digest"]))
+    places, kind = (
+        tree["places"],
+        data.draw(st.sampled_from(["move", "swap", "shrink", "drop", "overlap", "resize", "bound", "digest"])),
+    )
     at = data.draw(st.integers(0, len(places) - 1))
     if kind == "move":
         places[at]["offset"] += data.draw(st.sampled_from([-64, -16, -1, 1, 16, 64]))

@@ -14,7 +14,9 @@ def lives(made, name):
 
 
 def test_one_queue_is_an_interval_from_first_to_last_access():
-    made = program([buffer("a", 8), buffer("b", 8)], [step("s0", writes="a"), step("s1", reads="a", writes="b"), step("s2", reads="b")])
+    made = program(
+        [buffer("a", 8), buffer("b", 8)], [step("s0", writes="a"), step("s1", reads="a", writes="b"), step("s2", reads="b")]
+    )
     assert lives(made, "a") == [(0, 1)]
     assert lives(made, "b") == [(1, 2)]
     assert not Lifetimes(made).may_share("a", "b")
@@ -29,13 +31,22 @@ def test_an_input_lives_from_the_start_and_an_output_to_the_end():
 
 
 def test_a_rewrite_opens_a_gap_and_an_update_does_not():
-    gap = [step("s0", writes="a"), step("s1", reads="a"), step("s2", writes="b"), step("s3", reads="b"), step("s4", writes="a"), step("s5", reads="a")]
+    gap = [
+        step("s0", writes="a"),
+        step("s1", reads="a"),
+        step("s2", writes="b"),
+        step("s3", reads="b"),
+        step("s4", writes="a"),
+        step("s5", reads="a"),
+    ]
     made = program([buffer("a", 8), buffer("b", 8)], gap)
     assert lives(made, "a") == [(0, 1), (4, 5)]
     assert Lifetimes(made).may_share("a", "b")
     kept = program([buffer("a", 8), buffer("b", 8)], [*gap[:4], step("s4", updates="a"), gap[5]])
     assert lives(kept, "a") == [(0, 1, 4, 5)]
     assert not Lifetimes(kept).may_share("a", "b")
+    both = program([buffer("a", 8), buffer("b", 8)], [*gap[:4], step("s4", reads="a", writes="a"), gap[5]])
+    assert lives(both, "a") == [(0, 1, 4, 5)]
 
 
 def test_a_read_of_undefined_bytes_names_step_and_buffer():
@@ -76,7 +87,11 @@ def test_two_queues_share_only_across_an_event():
 def test_happens_before_is_transitive_through_a_third_queue():
     made = program(
         [buffer("a", 8), buffer("b", 8)],
-        [step("w", writes="a", queue="x"), step("hop", queue="y", after=("w",)), step("late", writes="b", queue="z", after=("hop",))],
+        [
+            step("w", writes="a", queue="x"),
+            step("hop", queue="y", after=("w",)),
+            step("late", writes="b", queue="z", after=("hop",)),
+        ],
         outputs=("b",),
     )
     assert Lifetimes(made).may_share("a", "b")

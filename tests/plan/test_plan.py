@@ -12,8 +12,9 @@ from palimpsest.plan.plan import LARGEST, Plan
 
 @pytest.fixture(scope="module")
 def plan():
-    return place(program([buffer("a", 10), buffer("b", 20), buffer("w", 5, kind="weights")],
-                         [step("s0", writes="a", reads="w"), step("s1", reads="a"), step("s2", writes="b")], outputs=("b",)))  # fmt: skip
+    buffers = [buffer("a", 10), buffer("b", 20), buffer("w", 5, kind="weights")]
+    steps = [step("s0", writes="a", reads="w"), step("s1", reads="a"), step("s2", writes="b")]
+    return place(program(buffers, steps, outputs=("b",)))
 
 
 def test_json_round_trip_keeps_every_field_and_the_digest(plan):
@@ -88,7 +89,9 @@ def test_the_reader_refuses(plan, name):
         Plan.from_json(json.dumps(tree))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "nul", "[" * 200_000, '{"a":1,"a":2}', '{"a":NaN}', '{"a":' + "9" * 5000 + "}", '"x"'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "nul", "[" * 200_000, '{"a":1,"a":2}', '{"a":NaN}', '{"a":' + "9" * 5000 + "}", '"x"']
+)
 def test_the_reader_refuses_text_that_is_no_plan(text):
     with pytest.raises(BadConfig):
         Plan.from_json(text)

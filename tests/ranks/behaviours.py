@@ -5,6 +5,9 @@ import signal
 import time
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from palimpsest.core.errors import BadCheckpoint
 
 DTYPES = (torch.uint8, torch.int32, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64)
 
@@ -101,6 +104,8 @@ def fail(comm, config, emit):
         how = config["how"]
         if how == "raise":
             raise ValueError("no such page")
+        if how == "user":
+            raise BadCheckpoint("shard 3 is short")
         if how == "exit":
             os._exit(0)
         if how == "sleep":
@@ -146,3 +151,27 @@ def idle_once(comm, config, emit):
     emit({"pid": os.getpid()})
     while not os.path.exists(config["stop"]):
         time.sleep(0.01)
+
+
+class _Calls(TorchDispatchMode):
+    """Names of the operators torch ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def watched(comm, config, emit):
+    """The operators that the protocol's calls run."""
+    mine, theirs = torch.zeros(comm.size, 3, dtype=torch.bfloat16), torch.zeros(comm.size, 3, dtype=torch.bfloat16)
+    sends, receives = [(p, mine[p]) for p in _others(comm)], [(p, theirs[p]) for p in _others(comm)]
+    with _Calls() as calls:
+        comm.enter("watched")
+        comm.exchange(sends, receives, "ids")
+        comm.barrier("b")
+        comm.agree("a", "text")
+    return sorted(calls.names)

@@ -1,5 +1,6 @@
 """Runs a behaviour on in-process ranks or on real ones, under one name."""
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -25,6 +26,15 @@ def _behaviours() -> Any:
     return module
 
 
+def _pipes() -> int:
+    """Pipes and process descriptors this process holds."""
+    names = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return sum(name.startswith(("pipe:", "anon_inode:")) for name in names)
+
+
 @pytest.fixture
 def real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[Any]]:
     """``real(size, behaviour, config, **options) -> values``; checks that nothing is left, however it ended."""
@@ -33,12 +43,12 @@ def real(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[
     def run(size: int, name: str, config: dict[str, Any] | None = None, **options: Any) -> list[Any]:
         work = tmp_path / "ranks"
         work.mkdir(exist_ok=True)
-        descriptors, shared = len(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
+        pipes, shared = _pipes(), set(os.listdir("/dev/shm"))
         try:
             exits = spawn(size, f"behaviours:{name}", config or {}, workdir=work, **options)
         finally:
             assert list(work.iterdir()) == []
-            assert len(os.listdir("/proc/self/fd")) == descriptors
+            assert _pipes() == pipes
             assert set(os.listdir("/dev/shm")) <= shared
         assert [each.rank for each in exits] == list(range(size))
         return [each.value for each in exits]

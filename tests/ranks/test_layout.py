@@ -24,7 +24,7 @@ def test_pages_are_numbered_densely_on_their_owner(ranks: int, page: int) -> Non
 @given(ranks=RANKS, tokens=st.integers(0, 2000), page=st.sampled_from([1, 3, 16, 64]))
 def test_pages_of_covers_every_page_once(ranks: int, tokens: int, page: int) -> None:
     mine = [list(layout.pages_of(rank, ranks, tokens, page)) for rank in range(ranks)]
-    assert sorted(sum(mine, [])) == list(range(-(-tokens // page)))
+    assert sorted(page for pages in mine for page in pages) == list(range(-(-tokens // page)))
     assert [len(pages) for pages in mine] == [layout.local_pages(rank, ranks, -(-tokens // page)) for rank in range(ranks)]
 
 

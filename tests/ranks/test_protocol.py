@@ -55,3 +55,12 @@ def test_texts_that_differ_only_at_the_end_differ(ranks) -> None:
 def test_an_exception_names_its_rank_and_phase(ranks) -> None:
     with pytest.raises(RankError, match="rank 1 in p6: ValueError: no such page"):
         ranks(3, "fail", {"rank": 1, "how": "raise"}, deadline_s=20)
+
+
+def test_calls_allocate_no_tensor(ranks) -> None:
+    """Only views, copies between views, and the transport's own send and receive."""
+    for names in ranks(2, "watched", deadline_s=20):
+        assert set(names) <= {"aten.view.default", "aten.view.dtype", "aten.copy_.default", "aten.detach.default"} | {
+            "c10d.send.default",
+            "c10d.recv_.default",
+        }

@@ -83,11 +83,12 @@ def test_a_rank_past_its_deadline_is_named(real, how: str) -> None:
     assert _gone(pids)
 
 
-def test_the_traceback_is_in_the_log_and_the_message_says_where(real, tmp_path: Path) -> None:
+def test_a_user_error_keeps_its_exit_code_and_its_traceback_is_in_the_log(real, tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
-    with pytest.raises(RankError, match=r"ValueError: no such page; output in .*log\.txt"):
-        real(2, "fail", {"rank": 1, "how": "raise"}, log=log)
-    assert '[rank 01]     raise ValueError("no such page")' in log.read_text()
+    with pytest.raises(RankError, match=r"rank 1 in p6: BadCheckpoint: shard 3 is short; output in .*log\.txt") as caught:
+        real(2, "fail", {"rank": 1, "how": "user"}, log=log)
+    assert caught.value.exit_code == 2
+    assert '[rank 01]     raise BadCheckpoint("shard 3 is short")' in log.read_text()
 
 
 def test_a_hung_run_of_one_leaves_its_stack_in_the_log(real, tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_a_hung_run_of_one_leaves_its_stack_in_the_log(real, tmp_path: Path) -> 
 
 
 def test_a_target_that_cannot_be_imported_is_reported(real) -> None:
-    with pytest.raises(RankError, match="rank 0 in start: .*no_such_behaviour"):
+    with pytest.raises(RankError, match=r"rank 0 in start: .*no_such_behaviour"):
         real(2, "no_such_behaviour")
 
 

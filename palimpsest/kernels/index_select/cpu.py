@@ -47,10 +47,11 @@ def run(call: Call, chunk: Chunk) -> None:
     if start == stop:
         return
     tiles = _Tiles(call)
-    for first in range(start, stop, SELECT_ROWS):
-        rows = range(first, min(first + SELECT_ROWS, stop))
-        _select_group(call, tiles, chunk, rows, first - start)
-        call.tap("selected", rows=rows)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for first in range(start, stop, SELECT_ROWS):
+            rows = range(first, min(first + SELECT_ROWS, stop))
+            _select_group(call, tiles, chunk, rows, first - start)
+            call.tap("selected", rows=rows)
 
 
 def _select_group(call: Call, tiles: _Tiles, chunk: Chunk, rows: range, slot: int) -> None:

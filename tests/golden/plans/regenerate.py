@@ -1,4 +1,4 @@
-"""Rewrite the golden plans after a deliberate change of a recipe or of the placer: ``python tests/golden/plans/regenerate.py``."""
+"""Rewrite the golden plans after a deliberate change of recipe or placer: ``python tests/golden/plans/regenerate.py``."""
 
 import sys
 from pathlib import Path

@@ -1,0 +1,55 @@
+"""Compiled CPU kernels: when they are compiled, and where the machine code is kept.
+
+A module that defines kernels is imported only after ``detect`` has said that this machine runs its engine; importing it compiles its entry
+points (seconds the first time, a fraction of a second from the cache), so that no prefill ever waits for a compiler.
+
+The cache is numba's: beside the sources when that folder can be written, else in the user's cache folder (``NUMBA_CACHE_DIR`` overrides both).
+An install that can be written nowhere works too; then every process compiles anew. Numba looks only at the file a kernel stands in, so the
+stamp here covers every source file of ``kernels``: code from before an edit to a shared piece is never used.
+"""
+
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.extending import register_jitable
+
+#: a piece of a kernel: inlined into the kernels that call it, never compiled alone
+piece = register_jitable
+
+
+def source_stamp() -> str:
+    """A digest of every source file of ``kernels``."""
+    digest = blake2b(digest_size=16)
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class _StampedCache(FunctionCache):
+    """Numba's cache of one function, invalidated by a change of any kernel source."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__(function)
+        self._cache_file = IndexDataCacheFile(
+            cache_path=self._cache_path, filename_base=self._impl.filename_base, source_stamp=source_stamp()
+        )
+
+
+def kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile a function for ``signature`` now, without the interpreter lock, from the cache when it is there."""
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        dispatcher = njit(nogil=True, error_model="numpy")(function)
+        try:
+            dispatcher._cache = _StampedCache(function)
+        except RuntimeError:
+            pass  # no folder to keep machine code in: this process keeps its own
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
+        return dispatcher
+
+    return compiled

@@ -1,0 +1,130 @@
+"""Gates O0, O1, O1s, O2, O6: the output is the recorded tail in the emitted order, and lies where an independent oracle puts it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from palimpsest.kernels.call import TORCH_DTYPES
+from palimpsest.prove.bounds import Arithmetic
+from palimpsest.prove.capture import Bytes, Observation
+from palimpsest.prove.exact import decode_activation
+from palimpsest.prove.gates import Sheet
+from palimpsest.prove.oracle import LatentFormat, attend, check_context
+from palimpsest.prove.tail import Tail, as_activation, tree_sum
+
+
+@dataclass(frozen=True)
+class OutputFacts:
+    """Prepared rows, top-k, local heads, hidden size, activation dtype name, softmax scale, the latent record's layout, the engine's arithmetic."""
+
+    rows: int
+    topk: int
+    heads: int
+    hidden: int
+    activation: str
+    softmax_scale: float
+    layout: LatentFormat
+    model: Arithmetic
+
+
+def tail_gates(sheet: Sheet, o: Observation, f: OutputFacts, tail: Tail, audited: tuple[int, ...], where: str) -> None:
+    """O0, O1s, O2 and the attention and projection half of O1."""
+    ids, counts = o.array("ids", np.int32, f.rows, f.topk), o.array("counts", np.int32, f.rows)
+    if o.rows and not _usable(ids[: o.rows], counts[: o.rows], o):
+        _unusable(sheet, o, f, audited, where)
+        return
+    rows = np.arange(o.rows)
+    context = tail.attend(o, ids[: o.rows], counts[: o.rows], rows) if o.rows else o.copies["context"]
+    partial = tail.project(o, context) if o.rows else o.copies["partial"]
+    for row in range(o.rows):
+        same = np.array_equal(context[row], o.copies["context"][row]) and np.array_equal(partial[row], o.copies["partial"][row])
+        part = "context" if not np.array_equal(context[row], o.copies["context"][row]) else "partial output"
+        sheet.cell("O1").check(same, 1, f"{where} row {row}: the {part} is not the tail's on the emitted ids", context[row].nbytes + partial[row].nbytes)
+    if audited:
+        _again(sheet, o, f, tail, np.asarray(audited), context, where)
+        for row in audited:
+            _oracle(sheet, o, f, row, ids[row, : counts[row]], where)
+
+
+def _usable(ids: NDArray[np.int32], counts: NDArray[np.int32], o: Observation) -> bool:
+    """Whether the ids can be looked up at all; K1 says what is wrong with them otherwise."""
+    slots = np.arange(ids.shape[1]) < counts[:, None]
+    inside = (ids >= 0) & (ids < o.visible)
+    return bool((counts >= 0).all() and (counts <= ids.shape[1]).all() and (inside | ~slots).all() and (counts > 0).all() and (ids[~slots] < 0).all())
+
+
+def _unusable(sheet: Sheet, o: Observation, f: OutputFacts, audited: tuple[int, ...], where: str) -> None:
+    text = f"{where}: the emitted ids cannot be looked up, see K1"
+    units = {"O0": len(audited), "O1": o.rows, "O1s": 1 if o.rows else 0, "O2": len(audited) * f.heads * f.layout.kv_lora}
+    for gate, count in units.items():
+        if count:
+            sheet.cell(gate).fail(count, text)
+
+
+def _again(
+    sheet: Sheet, o: Observation, f: OutputFacts, tail: Tail, rows: NDArray[np.int64], context: Bytes, where: str
+) -> None:
+    """O0: the audited rows once more, alone; O1s: the same ids in reverse order give other bytes in at least one of them."""
+    ids, counts = o.array("ids", np.int32, f.rows, f.topk)[rows], o.array("counts", np.int32, f.rows)[rows]
+    once = tail.attend(o, ids, counts, rows)
+    for at, row in enumerate(rows.tolist()):
+        same = np.array_equal(once[at], context[row])
+        sheet.cell("O0").n_bytes += once[at].nbytes
+        if same:
+            sheet.cell("O0").passed(1)
+        else:
+            sheet.cell("O0").fail(1, f"{where} row {row}: the tail's bytes differ between two runs", "INCONCLUSIVE")
+    turned = ids.copy()
+    for at, count in enumerate(counts):
+        turned[at, :count] = ids[at, :count][::-1]
+    other = tail.attend(o, turned, counts, rows)
+    moved = int(sum(not np.array_equal(other[at], once[at]) for at in range(len(rows))))
+    cell = sheet.cell("O1s")
+    cell.extreme(moved)
+    if moved:
+        cell.passed(1, other.nbytes)
+    else:
+        cell.fail(1, f"{where}: reversing the ids changes no byte of {len(rows)} audited rows, so the order check is empty", "INCONCLUSIVE")
+
+
+def _oracle(sheet: Sheet, o: Observation, f: OutputFacts, row: int, ids: NDArray[np.int32], where: str) -> None:
+    """O2 of one row: every coordinate of every local head."""
+    cell = sheet.cell("O2")
+    records = o.records(ids)
+    query = decode_activation(o.copies["query"][row].reshape(f.heads, -1), f.activation)
+    truth = attend(records, query, f.layout, softmax_scale=f.softmax_scale, arithmetic=f.model)
+    found = check_context(o.copies["context"][row].view("<f4").reshape(f.heads, f.layout.kv_lora), truth)
+    cell.extreme(found.worst)
+    text = f"{where} row {row}: {found.faults} of {found.checked} coordinates outside the bound, the first at (head, feature) {found.first}"
+    cell.check(not found.faults, found.checked, text, records.nbytes)
+
+
+def reduced(sheet: Sheet, o: Observation, f: OutputFacts, partials: list[Bytes], where: str) -> None:
+    """The second half of O1: the output is the fixed tree over all ranks' partial rows, rounded once; rows past the chunk were left alone."""
+    cell = sheet.cell("O1")
+    dtype = TORCH_DTYPES[f.activation]
+    output = o.copies["output"].reshape(f.rows, -1)
+    if o.rows:
+        wanted = as_activation(tree_sum([p.reshape(-1).view("<f4").reshape(o.rows, f.hidden) for p in partials]), dtype)
+        bad = np.flatnonzero((wanted != output[: o.rows]).any(axis=1))
+        if len(bad):
+            cell.fail(0, f"{where} row {int(bad[0])}: the output is not the sum of the ranks' partial rows in the fixed order")
+    cell.check(o.tail_rows_kept, f.rows - o.rows, f"{where}: output rows past {o.rows} were written")
+
+
+def sanity(sheet: Sheet, o: Observation, f: OutputFacts, where: str) -> None:
+    """O6: finite, not all zero, every row overwritten."""
+    if not o.rows:
+        return
+    cell = sheet.cell("O6")
+    output = o.copies["output"].reshape(f.rows, -1)[: o.rows]
+    values = torch.from_numpy(output.reshape(-1).copy()).view(TORCH_DTYPES[f.activation]).to(torch.float32).numpy().reshape(o.rows, -1)
+    finite = np.isfinite(values).all(axis=1)
+    same = (output == o.copies["output_before"].reshape(f.rows, -1)[: o.rows]).all(axis=1)
+    for row in range(o.rows):
+        text = f"{where} row {row}: " + ("not finite" if not finite[row] else "left as it was before the replay")
+        cell.check(bool(finite[row] and not same[row]), 1, text, output[row].nbytes)
+    if not values.any():
+        cell.fail(0, f"{where}: every output is zero")
