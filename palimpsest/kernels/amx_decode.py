@@ -114,7 +114,10 @@ def round32(typing: Any, source: Any, target: Any) -> Any:
 @intrinsic
 def pack_codes(typing: Any, source: Any, pitch: Any, target: Any) -> Any:
     """Four e4m3 columns of 16 rows, ``pitch`` bytes apart, as two rows of a right tile: [2 pairs, 16 rows, 2] bf16 (128 bytes)."""
-    pairs = [tuple(x for lane in range(16) for e in (2 * half, 2 * half + 1) for x in (4 * lane + e, 64 + 4 * lane + e)) for half in range(2)]
+    pairs = [
+        tuple(x for lane in range(16) for e in (2 * half, 2 * half + 1) for x in (4 * lane + e, 64 + 4 * lane + e))
+        for half in range(2)
+    ]
 
     def body(b: ir.IRBuilder, source: ir.Value, pitch: ir.Value, target: ir.Value) -> None:
         rows = b.mul(splat(b, b.trunc(pitch, I32), I32X16), const(I32X16, range(16)))
@@ -131,7 +134,9 @@ def pack_codes(typing: Any, source: Any, pitch: Any, target: Any) -> Any:
 _PAIR_LOW = tuple(x for lane in range(4) for e in range(4) for x in (8 * lane + e, 32 + 8 * lane + e))
 _PAIR_HIGH = tuple(x for lane in range(4) for e in range(4) for x in (8 * lane + 4 + e, 32 + 8 * lane + 4 + e))
 #: the column order those interleaves leave in 32 columns: stored column i is true column COLUMN_ORDER[i]
-COLUMN_ORDER = tuple(8 * lane + e for lane in range(4) for e in range(4)) + tuple(8 * lane + 4 + e for lane in range(4) for e in range(4))
+COLUMN_ORDER = tuple(8 * lane + e for lane in range(4) for e in range(4)) + tuple(
+    8 * lane + 4 + e for lane in range(4) for e in range(4)
+)
 
 
 @intrinsic

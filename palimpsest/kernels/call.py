@@ -48,7 +48,9 @@ class Scratch:
         self.used = 0
 
     def take(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """A dense view of ``shape``, 64-byte aligned, uninitialised. An overrun is our bug: the contract's scratch is too small."""
+        """A dense view of ``shape``, 64-byte aligned, uninitialised. An overrun is our bug: the contract's scratch is too
+        small.
+        """
         start, kind = align_up(self.used, 64), TORCH_DTYPES[dtype]
         size = kind.itemsize
         for extent in shape:
@@ -87,6 +89,11 @@ class Call:
             (only,) = planes.values()
             return only
         return planes[plane]
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody listens to the taps."""
+        return self.tap is not no_tap
 
     def has(self, role: str) -> bool:
         """Whether an optional role was given."""

@@ -80,5 +80,7 @@ def choose_engine(name: str | None = None) -> str:
         raise UnknownName("engine", name, list(PREFERENCE))
     if missing := _missing(name):
         here = "; ".join(f"{engine} ({reason})" for engine, reason in available_engines().items())
-        raise Unavailable(f"engine {name} does not run here: {missing}. This machine has {here}; choose one of those or leave --engine out")
+        raise Unavailable(
+            f"engine {name} does not run here: {missing}. This machine has {here}; choose one of those or leave --engine out"
+        )
     return name

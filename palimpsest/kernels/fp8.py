@@ -1,9 +1,8 @@
 """e4m3 in and out: quantisation with one scale per block of a row, and decoding through a 256-entry table.
 
-e4m3 is OCP FP8 E4M3 "fn": no infinities, NaN is 0x7f and 0xff, the largest value is 448. Scales are fp32; ``ue8m0`` ones are powers of two.
-A block that holds an infinity or a NaN gets the scale inf and its bad elements become NaN codes, so the damage stays visible downstream.
-Everything is carved from scratch.
-"""
+e4m3 is OCP FP8 E4M3 "fn": no infinities, NaN is 0x7f and 0xff, the largest value is 448. Scales are fp32; ``ue8m0`` ones are
+powers of two. A block that holds an infinity or a NaN gets the scale inf and its bad elements become NaN codes, so the damage
+stays visible downstream. Everything is carved from scratch."""
 
 import numpy as np
 import torch
@@ -32,7 +31,9 @@ def round_up_to_power_of_two(scale: np.ndarray, bits: np.ndarray) -> None:
 
 
 def clamp(tile: torch.Tensor) -> None:
-    """Clamp fp32 ``tile`` to the e4m3 range in place; NaN stays. (numpy, because a torch scalar operand is a tensor of its own.)"""
+    """Clamp fp32 ``tile`` to the e4m3 range in place; NaN stays. (numpy, because a torch scalar operand is a tensor of its
+    own.)
+    """
     values = tile.numpy()
     np.minimum(values, np.float32(LARGEST), out=values)
     np.maximum(values, np.float32(-LARGEST), out=values)

@@ -23,7 +23,9 @@ def butterflies(wide: torch.Tensor, half: torch.Tensor) -> None:
 
 
 class Hadamard:
-    """Rotates ``[ROW_TILE, dim]`` fp32 tiles in place (``sizes.hadamard_scratch``). Raises Unsupported unless dim is a power of two."""
+    """Rotates ``[ROW_TILE, dim]`` fp32 tiles in place (``sizes.hadamard_scratch``). Raises Unsupported unless dim is a power of
+    two.
+    """
 
     def __init__(self, scratch: Scratch, dim: int):
         if dim & (dim - 1):

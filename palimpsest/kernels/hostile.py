@@ -1,8 +1,8 @@
-"""Hostile cases: what every op's ``cases.py`` yields and the draws they share. Used by tests and by anyone who brings an implementation.
+"""Hostile cases: what every op's ``cases.py`` yields and the draws they share. Used by tests and by anyone who brings an
+implementation.
 
-A case holds, per rank, every operand at full prepared capacity. Operands that the op writes start as poison, so bytes an implementation
-forgets, or touches without being asked to, show up against the reference.
-"""
+A case holds, per rank, every operand at full prepared capacity. Operands that the op writes start as poison, so bytes an
+implementation forgets, or touches without being asked to, show up against the reference."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -85,6 +85,8 @@ def unit(dtype: torch.dtype) -> float:
 
 
 def dot_bound(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Largest error of ``left @ right.T`` in fp32 in any order, with the final rounding: ``(depth + 1) u sum |l||r|``, as fp64."""
+    """Largest error of ``left @ right.T`` in fp32 in any order, with the final rounding: ``(depth + 1) u sum |l||r|``, as
+    fp64.
+    """
     depth = left.shape[-1]
     return (depth + 1) * unit(torch.float32) * (left.double().abs() @ right.double().abs().T)

@@ -5,7 +5,7 @@ points (seconds the first time, a fraction of a second from the cache), so that 
 
 The cache is numba's: beside the sources when that folder can be written, else in the user's cache folder (``NUMBA_CACHE_DIR`` overrides both).
 An install that can be written nowhere works too; then every process compiles anew. Numba looks only at the file a kernel stands in, so the
-stamp here covers every source file of ``kernels``: code from before an edit to a shared piece is never used.
+stamp here covers every compiled source file: code from before an edit to a shared piece is never used.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ piece = register_jitable
 
 
 def source_stamp() -> str:
-    """A digest of every source file of ``kernels``."""
-    digest = blake2b(digest_size=16)
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    """A digest of every source file that is compiled or takes part in it: this one, and those named ``amx*`` and ``avx*``."""
+    digest, folder = blake2b(digest_size=16), Path(__file__).parent
+    for path in sorted([Path(__file__), *folder.rglob("amx*.py"), *folder.rglob("avx*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -1,9 +1,8 @@
 """Fixed-tile projections: ``x @ weight.T`` whose bits per row depend on that row and the weight alone.
 
-Every GEMM has the same shape whatever the number of rows: ``[ROW_TILE, depth] x [depth, columns]`` in fp32, short tiles padded with zero
-rows, weight columns cut at absolute multiples of ``COLUMN_TILE``. BLAS then gives a row the same bits at every place of the tile;
-``probe_row_invariance`` checks exactly that on this machine, because no BLAS promises it.
-"""
+Every GEMM has the same shape whatever the number of rows: ``[ROW_TILE, depth] x [depth, columns]`` in fp32, short tiles padded
+with zero rows, weight columns cut at absolute multiples of ``COLUMN_TILE``. BLAS then gives a row the same bits at every place of
+the tile; ``probe_row_invariance`` checks exactly that on this machine, because no BLAS promises it."""
 
 from collections.abc import Iterable
 
@@ -33,8 +32,8 @@ def gemms(depth: int, columns: int) -> list[Gemm]:
 class Projection:
     """Tiles of one projection, carved from scratch (``sizes.linear_scratch``).
 
-    ``load`` then ``apply`` keeps one whole weight resident over many row tiles; ``project`` streams the weight's column blocks instead.
-    """
+    ``load`` then ``apply`` keeps one whole weight resident over many row tiles; ``project`` streams the weight's column blocks
+    instead."""
 
     def __init__(self, scratch: Scratch, depth: int, columns: int, *, resident: bool = False):
         tile = min(columns, COLUMN_TILE)
@@ -74,11 +73,11 @@ class Projection:
 
 
 def probe_row_invariance(shapes: Iterable[Gemm]) -> int:
-    """Check that each GEMM gives a row the same bytes at every place of the tile and beside any neighbours; returns the shapes tried.
+    """Check that each GEMM gives a row the same bytes at every place of the tile and beside any neighbours; returns the shapes
+    tried.
 
-    Run at prepare (it allocates). Raises Unavailable naming the shape when this machine's BLAS does not: then the engine cannot keep its
-    promise that results do not depend on chunks, tiles and ranks.
-    """
+    Run at prepare (it allocates). Raises Unavailable naming the shape when this machine's BLAS does not: then the engine cannot
+    keep its promise that results do not depend on chunks, tiles and ranks."""
     tried = sorted(set(shapes))
     generator = torch.Generator().manual_seed(20)
     for dtype, rows, depth, columns in tried:

@@ -1,8 +1,8 @@
 """Rotary embedding from a table of cos and sin.
 
-A rotated element is ``fp32(fp64(a * cos) -+ fp64(b * sin))``: both products are exact in fp64, so the value does not depend on whether a
-machine fuses them. Elements keep their places: pairs are (i, i + n/2) for ``half`` and (2i, 2i + 1) for ``interleaved``.
-"""
+A rotated element is ``fp32(fp64(a * cos) -+ fp64(b * sin))``: both products are exact in fp64, so the value does not depend on
+whether a machine fuses them. Elements keep their places: pairs are (i, i + n/2) for ``half`` and (2i, 2i + 1) for
+``interleaved``."""
 
 import torch
 

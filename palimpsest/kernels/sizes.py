@@ -20,7 +20,9 @@ STAGING_BYTES = 8 << 20
 
 
 def linear_scratch(depth: int, columns: int, *, resident: bool = False) -> int:
-    """Scratch bytes of one tiled projection: fp32 input tile, weight tile (the whole weight when ``resident``) and output tile, 64-aligned."""
+    """Scratch bytes of one tiled projection: fp32 input tile, weight tile (the whole weight when ``resident``) and output tile,
+    64-aligned.
+    """
     tile = min(columns, COLUMN_TILE)
     return 4 * (ROW_TILE * depth + depth * (columns if resident else tile) + ROW_TILE * tile) + 3 * 64
 
@@ -51,5 +53,81 @@ def quantise_scratch(width: int, block: int) -> int:
 
 
 def decode_scratch(elements: int) -> int:
-    """Scratch bytes of ``fp8.Decoder`` for at most ``elements`` codes at once: fp64 and fp32 tables, their codes, int32 indices."""
+    """Scratch bytes of ``fp8.Decoder`` for at most ``elements`` codes at once: fp64 and fp32 tables, their codes, int32
+    indices.
+    """
     return 256 * (1 + 8 + 4) + 4 * elements + 4 * 64
+
+
+#: tokens scored at once by the amx and avx engines; their bits do not depend on it
+AMX_KEY_TILE = 1024
+#: most query rows whose selection state the amx and avx engines hold at once, and the scratch they aim at with it
+FAST_SELECT_ROWS = 64
+FAST_SELECT_BYTES = 4 << 20
+
+
+def amx_selects(format: str, dim: int) -> bool:
+    """Whether the amx engine scores these index records itself; others are the portable engine's."""
+    return format == "fp8" and dim <= 128
+
+
+def amx_heads(heads: int) -> int:
+    """Index heads of the amx engine: whole pairs of tiles."""
+    return -(-heads // 32) * 32
+
+
+def amx_dim(dim: int) -> int:
+    """Index dims of the amx engine: two or four steps of 32."""
+    return 64 if dim <= 64 else 128
+
+
+def fast_capacity(topk: int) -> int:
+    """Candidates one row holds: compacted when twice the top-k is reached, with room for the vector stores."""
+    return 2 * max(topk, 256) + 64
+
+
+def _amx_row(topk: int, heads: int, dim: int) -> int:
+    return amx_heads(heads) * (2 * amx_dim(dim) + 4) + 8 * fast_capacity(topk) + 8 + 4 + 8
+
+
+def _amx_select_shared(topk: int, dim: int) -> int:
+    tile = AMX_KEY_TILE * (2 * amx_dim(dim) + 4 + 4 * SELECT_ROWS)
+    return tile + 16 * amx_dim(dim) + 4 * (32 + 2048 + 16) + 16 * fast_capacity(topk) + 16 * 64
+
+
+def amx_select_rows(topk: int, heads: int, dim: int) -> int:
+    """Query rows of one group: as many as keep a thread's scratch within ``FAST_SELECT_BYTES``, at most ``FAST_SELECT_ROWS``, at
+    least one.
+    """
+    room = FAST_SELECT_BYTES - _amx_select_shared(topk, dim)
+    return max(1, min(FAST_SELECT_ROWS, room // _amx_row(topk, heads, dim)))
+
+
+def amx_select_scratch(topk: int, heads: int, dim: int) -> int:
+    """Scratch bytes of one thread of index_select, amx engine; a multiple of 64."""
+    used = amx_select_rows(topk, heads, dim) * _amx_row(topk, heads, dim) + _amx_select_shared(topk, dim)
+    return -(-used // 64) * 64
+
+
+#: query rows of one unit of attention work, and neighbours whose records are joined by the amx-union engine
+ATTEND_ROWS = 16
+#: ids of one block of the amx engine's online softmax
+AMX_ID_BLOCK = 128
+
+
+def amx_attends(format: str, activation: str) -> bool:
+    """Whether the amx engine attends these records and queries itself; others are the portable engine's."""
+    return format in ("fp8", "fp8_ds_mla", "bf16") and activation == "bf16"
+
+
+def amx_head_tiles(heads: int) -> int:
+    """Tiles of 16 heads: one, or pairs."""
+    return 1 if heads <= 16 else -(-heads // 32) * 2
+
+
+def amx_attend_scratch(topk: int, heads: int, kv_lora: int, rope_dims: int) -> int:
+    """Scratch bytes of one thread of sparse_attend, amx engine; a multiple of 64."""
+    width, latent, lanes = -(-(kv_lora + rope_dims) // 64) * 64, -(-kv_lora // 64) * 64, 16 * amx_head_tiles(heads)
+    block = AMX_ID_BLOCK * (2 * width + 2 * 64 + 4 * lanes) + 2 * lanes * AMX_ID_BLOCK
+    used = 8 * topk + block + lanes * (2 * width + 4 * latent + 12) + 128 + 12 * 64
+    return -(-used // 64) * 64

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from palimpsest.core.contract import OpContract
@@ -50,7 +51,7 @@ def engine_of(name: str) -> Engine:
     return ENGINES[name]
 
 
-def _module(op: str, file: str):  # type: ignore[no-untyped-def]
+def _module(op: str, file: str) -> ModuleType:
     if op not in OPS:
         raise UnknownName("op", op, list(OPS))
     return import_module(f"{OPS[op]}.{file}")

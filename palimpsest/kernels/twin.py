@@ -1,4 +1,5 @@
-"""Plain fp64 pieces the reference implementations share. Written for reading, not for speed; shares nothing with the portable engine.
+"""Plain fp64 pieces the reference implementations share. Written for reading, not for speed; shares nothing with the portable
+engine.
 
 Arrays are numpy fp64 unless a name says otherwise. ``fp32`` marks every place where the arithmetic definition rounds.
 """

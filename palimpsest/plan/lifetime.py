@@ -1,14 +1,12 @@
 """When each buffer is alive, derived from the order of the steps. Nobody types a lifetime.
 
-Happens-before has three sources: steps of one queue run in order, ``after`` names an event of another queue, and the
-caller's inputs and outputs lie before the first and after the last step. A step with scope ``all`` orders ranks, not
-the queues of one rank: events do that.
-
 A buffer may be alive several times. A step that only writes it kills what was there, so the bytes are free between the
-last access before such a write and the write itself.
+last access before such a write and the write itself. Every life begins with one write that precedes all its other
+accesses in every schedule: anything else is a race or a read of undefined bytes, and refused.
 """
 
 import itertools
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -16,37 +14,9 @@ from math import gcd
 from palimpsest.core.errors import PlanRefused
 from palimpsest.core.spec import Program
 from palimpsest.core.units import align_up
+from palimpsest.plan.order import START, Order
 
-#: position of the caller's writes to inputs, before every step
-START = -1
-
-
-class Order:
-    """Happens-before over step positions 0..n-1, with START before all of them and ``end`` = n after all of them."""
-
-    def __init__(self, program: Program):
-        self.end = len(program.steps)
-        self.one_queue = len({step.queue for step in program.steps}) <= 1
-        at = {step.name: i for i, step in enumerate(program.steps)}
-        latest: dict[str, int] = {}
-        self._ancestors: list[int] = []
-        for i, step in enumerate(program.steps):
-            sources = [at[name] for name in step.after]
-            if step.queue in latest:
-                sources.append(latest[step.queue])
-            mask = 0
-            for source in sources:
-                mask |= self._ancestors[source] | 1 << source
-            self._ancestors.append(mask)
-            latest[step.queue] = i
-
-    def precedes(self, a: int, b: int) -> bool:
-        """Whether ``a`` is finished before ``b`` begins, in every schedule."""
-        if self.one_queue or a == START or b == self.end:
-            return a < b
-        if b == START or a == self.end:
-            return False
-        return bool(self._ancestors[b] >> a & 1)
+__all__ = ["START", "Lifetimes", "LiveRange", "Order"]
 
 
 @dataclass(frozen=True)
@@ -75,16 +45,18 @@ class Lifetimes:
         self.program = program
         self.order = Order(program)
         self.names = tuple(b.name for b in program.all_buffers if b.kind == "reusable")
-        touched = _touched(program, self.order.end)
+        self.touched = _touched(program, self.order.end)
         if not self.order.one_queue:
-            for name, access in touched.items():
+            for name, access in self.touched.items():
                 self._refuse_race(name, access)
         self.ranges: dict[str, tuple[LiveRange, ...]] = {}
         for name in self.names:
-            if not touched[name]:
+            if not self.touched[name]:
                 raise PlanRefused(f"program {program.name}: reusable buffer {name} is declared but no step touches it; remove it")
-            self._refuse_undefined(name, touched[name])
-            self.ranges[name] = self._split(touched[name])
+            self._refuse_undefined(name, self.touched[name])
+            self.ranges[name] = self._split(self.touched[name])
+        self._clocks = {} if self.order.one_queue else {n: tuple(map(self._clock, lives)) for n, lives in self.ranges.items()}
+        self.fences = [i for i, step in enumerate(program.steps) if step.scope == "all"]
 
     def step_name(self, position: int) -> str:
         """``start``, a step's name, or ``end``."""
@@ -98,22 +70,43 @@ class Lifetimes:
         A declared pair of histories must in addition have a step of scope ``all`` between them when there are several
         ranks: every rank's readers must be done before any rank starts to overwrite.
         """
-        pair = set(self.program.histories) == {a, b} and self.program.limits.ranks > 1
-        for one in self.ranges[a]:
-            for two in self.ranges[b]:
-                if self._before(one, two):
-                    first, second = one, two
-                elif self._before(two, one):
-                    first, second = two, one
+        return self.clash(a, b) is None
+
+    def clash(self, a: str, b: str) -> tuple[int, int] | None:
+        """Two accesses, of ``a`` and of ``b``, that forbid common bytes; None when the two may share."""
+        fenced = self.fenced(a, b)
+        for i, one in enumerate(self.ranges[a]):
+            for j, two in enumerate(self.ranges[b]):
+                if self._before(a, i, b, j):
+                    if fenced and self.fence_between(one, two) is None:
+                        return one.last, two.first
+                elif self._before(b, j, a, i):
+                    if fenced and self.fence_between(two, one) is None:
+                        return one.first, two.last
                 else:
-                    return False
-                if pair and not self._barrier_between(first, second):
-                    return False
-        return True
+                    return self._entangled(one, two)
+        return None
+
+    def fenced(self, a: str, b: str) -> bool:
+        """Whether the two are a declared pair of histories on several ranks."""
+        return self.program.limits.ranks > 1 and (self.partner.get(a) == b or self.partner.get(b) == a)
+
+    @cached_property
+    def partner(self) -> dict[str, str]:
+        """Early history -> late history of every declared pair."""
+        return dict(zip(self.program.histories[::2], self.program.histories[1::2], strict=False))
+
+    def fence_between(self, one: LiveRange, two: LiveRange) -> int | None:
+        """The first step of scope ``all`` after every access of ``one`` and before every access of ``two``."""
+        precedes = self.order.precedes
+        for i in self.fences:
+            if all(precedes(a, i) for a in one.accesses) and precedes(i, two.first):
+                return i
+        return None
 
     def live_at(self, position: int) -> tuple[str, ...]:
-        """Reusable buffers that hold bytes somebody needs while ``position`` runs, in program order."""
-        return tuple(name for name in self.names if any(self._spans(life, position) for life in self.ranges[name]))
+        """Reusable buffers that hold bytes somebody needs while ``position`` runs in program order."""
+        return self.live[position + 1]
 
     @cached_property
     def granule(self) -> int:
@@ -129,33 +122,51 @@ class Lifetimes:
 
     @cached_property
     def live(self) -> tuple[tuple[str, ...], ...]:
-        """``live_at`` of start, every step and end, in this order."""
-        return tuple(self.live_at(position) for position in range(START, self.order.end + 1))
+        """``live_at`` of start, every step and end, in this order: program order is one schedule every plan must survive."""
+        opens: list[list[int]] = [[] for _ in range(self.order.end + 3)]
+        closes: list[list[int]] = [[] for _ in range(self.order.end + 3)]
+        for k, name in enumerate(self.names):
+            for life in self.ranges[name]:
+                opens[life.first + 1].append(k)
+                closes[life.last + 2].append(k)
+        alive: list[int] = []
+        found: list[tuple[str, ...]] = []
+        for position in range(self.order.end + 2):
+            for k in closes[position]:
+                del alive[bisect_left(alive, k)]
+            for k in opens[position]:
+                insort(alive, k)
+            same = found and not closes[position] and not opens[position]
+            found.append(found[-1] if same else tuple(self.names[k] for k in alive))
+        return tuple(found)
 
     def live_bytes(self, without: str = "") -> list[int]:
         """Sum of live bytes at start, every step and end; ``without`` leaves one buffer out."""
-        return [sum(self.slot_bytes(name) for name in names if name != without) for names in self.live]
+        size = {name: self.slot_bytes(name) for name in self.names if name != without}
+        return [sum(size.get(name, 0) for name in names) for names in self.live]
 
     @cached_property
     def lower_bound(self) -> int:
         """No placement of the reusable buffers is smaller: the largest sum of bytes alive together."""
         return max(self.live_bytes())
 
-    def _before(self, one: LiveRange, two: LiveRange) -> bool:
+    def _clock(self, life: LiveRange) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.order.finished(life.first), self.order.reach(life.accesses)
+
+    def _before(self, a: str, i: int, b: str, j: int) -> bool:
+        """Whether life ``i`` of ``a`` is over before life ``j`` of ``b`` begins, in every schedule."""
+        if self.ranges[a][i].last >= self.ranges[b][j].first:
+            return False
         if self.order.one_queue:
-            return one.last < two.first
-        return all(self.order.precedes(a, b) for a in one.accesses for b in two.accesses)
+            return True
+        return all(need <= done for need, done in zip(self._clocks[a][i][1], self._clocks[b][j][0], strict=True))
 
-    def _barrier_between(self, one: LiveRange, two: LiveRange) -> bool:
-        precedes = self.order.precedes
-        return any(
-            step.scope == "all" and all(precedes(a, i) for a in one.accesses) and all(precedes(i, b) for b in two.accesses)
-            for i, step in enumerate(self.program.steps)
-        )
-
-    def _spans(self, life: LiveRange, position: int) -> bool:
-        begun = any(a == position or self.order.precedes(a, position) for a in life.accesses)
-        return begun and any(a == position or self.order.precedes(position, a) for a in life.accesses)
+    def _entangled(self, one: LiveRange, two: LiveRange) -> tuple[int, int]:
+        """Two accesses of lives that are ordered neither way."""
+        early, late = (one, two) if one.first <= two.first else (two, one)
+        after = [a for a in early.accesses if not self.order.precedes(a, late.first)]
+        pair = (after[-1], late.first)
+        return pair if early is one else (pair[1], pair[0])
 
     def _split(self, access: dict[int, set[str]]) -> tuple[LiveRange, ...]:
         # a step that only writes is ordered with every other access, or it would have been refused as a race
@@ -175,14 +186,20 @@ class Lifetimes:
             )
 
     def _refuse_race(self, name: str, access: dict[int, set[str]]) -> None:
-        positions = sorted(access)
-        for k, a in enumerate(positions):
-            for b in positions[k + 1 :]:
-                if access[a] | access[b] != {"read"} and not self.order.precedes(a, b):
+        """Per queue the last access, and the last that writes, must precede the next one: earlier ones then do as well."""
+        latest: dict[int, int] = {}
+        writers: dict[int, int] = {}
+        for b in sorted(access):
+            for a in (writers if access[b] == {"read"} else latest).values():
+                if not self.order.precedes(a, b):
                     raise PlanRefused(
                         f"program {self.program.name}: steps {self.step_name(a)} and {self.step_name(b)} both touch {name}, "
                         f"one of them writes, and nothing orders them; let one wait for the other (after)"
                     )
+            queue = self.order.queue[b] if START < b < self.order.end else -1
+            latest[queue] = b
+            if access[b] != {"read"}:
+                writers[queue] = b
 
 
 def _touched(program: Program, end: int) -> dict[str, dict[int, set[str]]]:

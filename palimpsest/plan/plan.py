@@ -16,7 +16,7 @@ from palimpsest.core.spec import KINDS, Limits
 from palimpsest.core.units import format_bytes
 
 #: names the JSON form; a reader refuses any other
-FORMAT = "palimpsest-plan-1"
+FORMAT = "palimpsest-plan-2"
 #: no offset or size is larger; leaves room for sums in 64 bits
 LARGEST = 1 << 56
 #: characters of the longest plan text a reader looks at
@@ -27,7 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """One buffer: bytes [offset, offset + nbytes) of the segment of its kind, alive from step ``first`` to step ``last``."""
+    """One buffer: bytes [offset, offset + nbytes) of the segment of its kind, alive from step ``first`` to step ``last``.
+
+    begin, end: the same two steps by number, counted from 1 in program order; 0 is the start, one more than the last step
+                is the end
+    """
 
     buffer: str
     kind: str
@@ -36,6 +40,8 @@ class Place:
     align: int
     first: str
     last: str
+    begin: int
+    end: int
 
     @property
     def stop(self) -> int:
@@ -49,6 +55,31 @@ class Segment:
 
     kind: str
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A place somebody asked for: ``buffer`` at byte ``offset`` of its segment, or that far behind the start of ``base``."""
+
+    buffer: str
+    offset: int
+    base: str = ""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """``late`` takes bytes [start, stop) of the reusable segment over from ``early``: one certificate.
+
+    chains: per queue in which ``early`` was used, the steps from its last access there to the first write of ``late``; each
+            step is a later one of the same queue as the step before it, or waits for it (``after``). ``start`` stands for
+            the caller's inputs. Empty when nothing orders the two: a plan that says so is refused.
+    """
+
+    early: str
+    late: str
+    start: int
+    stop: int
+    chains: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -68,9 +99,10 @@ class Plan:
 
     program, program_digest: the program it was made for
     reuse:       ``on``, or ``off`` when the early history has bytes of its own behind all others
-    placer:      id of the algorithm
+    placer:      id of the algorithm, and of the package when it is not ours
+    pins:        the places somebody asked for, all kept
     places:      one per buffer, in the program's order
-    overlaps:    every pair of buffers that share bytes
+    handovers:   the certificates: who takes bytes from whom, and the chain of steps that orders it in every schedule
     lower_bound: largest sum of reusable bytes alive together; no placement of this program is smaller
     """
 
@@ -79,9 +111,10 @@ class Plan:
     limits: Limits
     reuse: str
     placer: str
+    pins: tuple[Pin, ...]
     segments: tuple[Segment, ...]
     places: tuple[Place, ...]
-    overlaps: tuple[Overlap, ...]
+    handovers: tuple[Handover, ...]
     lower_bound: int
 
     @cached_property
@@ -91,6 +124,21 @@ class Plan:
     @cached_property
     def by_kind(self) -> dict[str, Segment]:
         return {segment.kind: segment for segment in self.segments}
+
+    @cached_property
+    def overlaps(self) -> tuple[Overlap, ...]:
+        """Every pair of reusable buffers that share bytes, in the order they begin to live; quadratic in the buffers."""
+        inside = sorted((p for p in self.places if p.kind == "reusable"), key=lambda p: (p.begin, p.buffer))
+        direct = {(h.early, h.late): h.chains[0] for h in reversed(self.handovers) if h.chains}
+        found = []
+        for i, early in enumerate(inside):
+            for late in inside[i + 1 :]:
+                start, stop = max(early.offset, late.offset), min(early.stop, late.stop)
+                if start < stop:
+                    chain = direct.get((early.buffer, late.buffer), (early.last, late.first))
+                    order = f"{chain[0]} before {chain[-1]}" if early.end < late.begin else f"lives that alternate from {late.first}"
+                    found.append(Overlap(early.buffer, late.buffer, start, stop, order))
+        return tuple(found)
 
     @property
     def peak(self) -> int:
@@ -137,9 +185,10 @@ class Plan:
             limits=_record(Limits, tree["limits"], "limits"),
             reuse=tree["reuse"],
             placer=_text(tree["placer"], "placer"),
+            pins=_records(Pin, tree["pins"], "pins"),
             segments=_records(Segment, tree["segments"], "segments"),
             places=_records(Place, tree["places"], "places"),
-            overlaps=_records(Overlap, tree["overlaps"], "overlaps"),
+            handovers=_records(Handover, tree["handovers"], "handovers"),
             lower_bound=_size(tree["lower_bound"], "lower_bound"),
         )
 
@@ -153,7 +202,7 @@ class Plan:
                 for p in sorted(self.places, key=lambda p: (p.offset, p.buffer))
                 if p.kind == segment.kind
             ]
-        lines.append(f"peak {self.peak:,} B, lower bound {self.lower_bound:,} B, {len(self.overlaps)} overlaps")
+        lines.append(f"peak {self.peak:,} B, lower bound {self.lower_bound:,} B, {len(self.handovers)} hand-overs")
         return "\n".join(lines)
 
 
@@ -200,10 +249,17 @@ def _size(value: Any, where: str) -> int:
     return value
 
 
+def _chains(value: Any, where: str) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(value, list) or any(not isinstance(chain, list) for chain in value):
+        raise BadConfig(f"plan field {where} is a {type(value).__name__}; a list of lists of step names is wanted")
+    return tuple(tuple(_text(name, where) for name in chain) for chain in value)
+
+
 def _record(kind: Callable[..., T], tree: Any, where: str) -> T:
     types = {f.name: f.type for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values = _fields(tree, where, set(types))
-    made = kind(**{n: (_size if t is int else _text)(values[n], f"{where}.{n}") for n, t in types.items()})
+    read = {int: _size, str: _text}
+    made = kind(**{n: read.get(t, _chains)(values[n], f"{where}.{n}") for n, t in types.items()})
     if values.get("kind", "reusable") not in KINDS:
         raise BadConfig(f"plan field {where}.kind is {values['kind'][:40]!r}; kinds are {', '.join(KINDS)}")
     return made

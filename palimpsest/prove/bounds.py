@@ -219,8 +219,9 @@ def context_bound(model: Arithmetic, head: Softmax, slack: F64 | float = 0.0) ->
 
 
 def own_bound(head: Softmax) -> F64:
-    """Bound [c] on the oracle's own error: ``context_bound`` for fp64 with exact records."""
-    exact = Softmax(head.logits, head.p, head.spread, head.values, head.context, head.dim, 0.0)
+    """Bound [c] on the oracle's own error: ``context_bound`` for fp64, its record values rounded to fp64 at most."""
+    rounded = U64 if head.dequant_u > 0 else 0.0
+    exact = Softmax(head.logits, head.p, head.spread, head.values, head.context, head.dim, rounded)
     first = context_bound(ORACLE_64, exact)
     return context_bound(ORACLE_64, exact, 2 * first)
 
@@ -248,3 +249,21 @@ def exp_error(exp: Callable[[NDArray[np.float32]], NDArray[np.float32]], argumen
     got = np.asarray(exp(arguments), np.float64)[normal]
     exact = exact[normal]
     return float(np.max(np.abs(got - exact) / exact)) if len(exact) else 0.0
+
+
+def adds_blocks_once(
+    addmm: Callable[[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]], NDArray[np.float32]], block: int
+) -> bool:
+    """Whether an engine's ``C + P @ V`` sums the block before it meets C, which is what ``Arithmetic.depth`` supposes of blocks.
+
+    A probe. With C = 2**24, whose fp32 neighbours are 2 apart, and ``block`` products of 1, a sum that starts from C loses each 1
+    to the tie rule and stays at C; a sum of the block first is exact. Both are also tried with C = -2**24, and at every row and
+    column of the tile.
+    """
+    rows, columns = 8, 64
+    for sign in (1, -1):
+        c = np.full((rows, columns), sign * 2**24, np.float32)
+        p, v = np.full((rows, block), sign, np.float32), np.ones((block, columns), np.float32)
+        if not np.array_equal(addmm(c, p, v), np.full((rows, columns), sign * (2**24 + block), np.float32)):
+            return False
+    return True

@@ -16,6 +16,10 @@ from palimpsest.core.spec import Limits
 POISONS = ("none", "Pn", "Ph", "Pl", "Ps", "Pa")
 
 
+#: smallest top-k: more than the boundary records of one case (11), which must all be selected together
+LEAST_TOPK = 16
+
+
 @dataclass(frozen=True)
 class Profile:
     """A prepared size: ``tokens`` T, ``rows`` R, ``ranks`` W, ``page`` P."""
@@ -49,7 +53,8 @@ class Records:
 class Minima:
     """The least a case must show, else it is INCONCLUSIVE (gates K6, V3).
 
-    tie_rows:  rows whose exact cutoff class has at least 2 members of which not all are taken
+    tie_rows:  lattice rows (planted ties and the zero row) whose exact cutoff class has at least 2 members of which not all are
+        taken
     sides:     sides of the alias end on which members of one such class lie
     shards:    ranks owning members of one such class
     zero_rows: rows whose visible scores are all zero, with more visible tokens than K
@@ -155,8 +160,8 @@ def check_profile(p: Profile, topk: int) -> None:
         raise BadConfig(f"profile {p.name}: {p.tokens} tokens are not a multiple of 16 pages of {p.page}; use {16 * p.page} x n")
     if p.page < 4:
         raise BadConfig(f"profile {p.name}: a page of {p.page} tokens has no interior; use at least 4")
-    if not 2 <= topk <= p.tokens // 4:
-        raise BadConfig(f"profile {p.name}: top-k {topk} must lie in 2..{p.tokens // 4} for {p.tokens} tokens")
+    if not LEAST_TOPK <= topk <= p.tokens // 4:
+        raise BadConfig(f"profile {p.name}: top-k {topk} must lie in {LEAST_TOPK}..{p.tokens // 4} for {p.tokens} tokens")
     if p.rows < 4:
         raise BadConfig(f"profile {p.name}: {p.rows} rows leave no shrinking chunk; use at least 4")
 
@@ -209,17 +214,30 @@ def _tie_stride(history: int, topk: int) -> int:
     return stride if stride >= 3 else 0
 
 
+def _last_lattice(step: Replay) -> int:
+    """The last row that must select the planted records it sees: in a mixed chunk an even one, and never the all-zero row. -1
+    without any."""
+    stride = 2 if step.regime == "mixed" else 1
+    return max((row for row in range(0, step.rows, stride) if row != zero_row(step.rows)), default=-1)
+
+
 def _minima(
-    p: Profile, topk: int, records: Records, steps: tuple[Replay, ...], planted: tuple[int, ...], lattice: bool
+    p: Profile, topk: int, records: Records, steps: tuple[Replay, ...], planted: tuple[int, ...], lattice: bool, stride: int
 ) -> Minima:
+    """What the plants guarantee by counting: every even lattice row but the zero row cuts inside a planted class of stride
+    ``stride``."""
     pads = sum(p.rows * topk - sum(min(topk, s.history + r + 1) for r in range(s.rows)) for s in steps)
+    boundary = sum(i <= max((s.history + _last_lattice(s) for s in steps), default=-1) for i in planted)
     floods = sum(s.history + zero_row(s.rows) + 1 > topk for s in steps if s.rows) if lattice else 0
     if not floods:
-        return Minima(pads=pads, boundary=len(planted))
+        return Minima(pads=pads, boundary=boundary)
     seen = min(s.history + zero_row(s.rows) + 1 for s in steps)
     sides = 1 + (seen > records.index * p.tokens // records.latent + 1)
     shards = min(p.ranks, -(-seen // p.page))
-    return Minima(tie_rows=floods, sides=sides, shards=min(2, shards), zero_rows=floods, pads=pads, boundary=len(planted))
+    planted_ties = sum(row != zero_row(s.rows) for s in steps for row in range(0, s.rows, 2)) if stride else 0
+    return Minima(
+        tie_rows=floods + planted_ties, sides=sides, shards=min(2, shards), zero_rows=floods, pads=pads, boundary=boundary
+    )
 
 
 @dataclass(frozen=True)
@@ -267,9 +285,9 @@ def _build(shape: _Shape, p: Profile, topk: int, records: Records) -> Case:
         for i, a in enumerate(counts)
     )
     lattice = shape.regime in ("lattice", "mixed")
+    stride = _tie_stride(sizes["C03"][0] if shape.queue else history, topk) if lattice or shape.queue else 0
     queued = shape.queue == "replays"
     planted = boundary_ids(p, records, history, rows) if lattice else ()
-    owner = sizes["C03"][0] if queued else history
     return Case(
         id=shape.id,
         name=shape.name,
@@ -278,8 +296,8 @@ def _build(shape: _Shape, p: Profile, topk: int, records: Records) -> Case:
         records="lattice" if lattice or queued else "natural",
         data="C03" if queued else (inputs if lattice else "natural"),
         planted=boundary_ids(p, records, *sizes["C03"]) if queued else planted,
-        tie_stride=_tie_stride(owner, topk) if lattice or queued else 0,
-        minima=_minima(p, topk, records, steps, planted, lattice),
+        tie_stride=stride,
+        minima=_minima(p, topk, records, steps, planted, lattice, stride),
         equals="C09" if shape.id == "C11" else "",
     )
 

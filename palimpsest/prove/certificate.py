@@ -162,8 +162,8 @@ def check_certificate(
 ) -> list[str]:
     """Everything wrong with a certificate; an empty list when it proves its claim.
 
-    whole: also score all visible records, and so check the cutoff and the class sizes (0.2 ms and more per record). Without it the
-        k-th entry witnesses that the cutoff value is a real score, but not its rank.
+    whole: also score all visible records, and so check the cutoff and the class sizes (0.2 ms and more per record). Without it
+        the k-th entry witnesses that the cutoff value is a real score, but not its rank.
     rounding: the engine's own exponents of unit roundoffs (dot, head, score); a certificate that claims others is at fault. The
         deployed bits of a rounded tie are a claim no record can confirm; an exact tie needs none.
     """

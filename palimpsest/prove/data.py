@@ -158,7 +158,7 @@ class Data:
     def _stored(self, lattice: NDArray[np.int8]) -> U8:
         """{-1, 0, 1} as index bytes."""
         if self.formats.index == "fp8":
-            return np.where(lattice == 0, 0, np.where(lattice > 0, ONE, MINUS_ONE)).astype(np.uint8)
+            return np.array([MINUS_ONE, 0, ONE], np.uint8)[lattice + 1]
         return lattice.astype("<f4").view(np.uint8)
 
     def _lattice_keys(self, rng: np.random.Generator, block: int) -> NDArray[np.int8]:
@@ -170,7 +170,8 @@ class Data:
         tie = ids % self.case.tie_stride == self.case.tie_stride - 1 if self.case.tie_stride else np.zeros(BLOCK, bool)
         planted = np.isin(ids, self.case.planted)
         tie &= ~planted
-        keys[:, first:] = np.where((tie | planted)[:, None], 0, ordinary)
+        keys[:, first:] = ordinary
+        keys[tie | planted, first:] = 0
         keys[tie, regions.beacon : first] = 1
         keys[planted, : regions.beacon] = 1
         return keys
@@ -258,13 +259,9 @@ def _owners(ids: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
 
 
 def _sparse(rng: np.random.Generator, n: int, width: int, most: int) -> NDArray[np.int8]:
-    """[n, width] of {-1, 0, 1} with at most ``most`` nonzeros a row, at places that are spread over the whole width."""
+    """[n, width] of {-1, 0, 1}, about 3/4 of ``most`` nonzeros a row and never more than ``most``."""
     draw = rng.integers(0, 256, (n, width), np.uint8)
-    share = max(1, 3 * 256 * most // (4 * width))
-    live = draw < min(share, 256)
-    turn = (np.arange(n)[:, None] + np.arange(width)) % width
-    rolled = np.take_along_axis(live, turn, axis=1)
-    rolled &= np.cumsum(rolled, axis=1) <= most
-    kept = np.zeros_like(live)
-    np.put_along_axis(kept, turn, rolled, axis=1)
-    return np.where(kept, np.where(draw & 1, 1, -1), 0).astype(np.int8)
+    live = draw < min(255, max(1, 3 * 256 * most // (4 * width)))
+    over = np.flatnonzero(np.count_nonzero(live, axis=1) > most)
+    live[over] &= np.cumsum(live[over], axis=1) <= most
+    return live * (2 * (draw & 1).astype(np.int8) - 1)

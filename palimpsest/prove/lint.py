@@ -1,7 +1,9 @@
 """The rule that no number was picked by hand (gate V5), as a program.
 
-Reads source, never imports it. A finding is a banned name (the usual approximate comparisons and their parameters) or a
-floating-point literal inside a comparison. Bounds have to come from sizes and unit roundoffs with names.
+Reads source, never imports it. A finding is a banned name (the usual approximate comparisons and their parameters), a number that
+is not whole inside a comparison (a floating-point literal, a power with a negative exponent, a quotient of literals), or a name
+in a comparison that the same file sets to a literal other than 0, 1 or 2 with a point. Bounds have to come from sizes and unit
+roundoffs.
 """
 
 import ast
@@ -54,21 +56,52 @@ def _getattr_name(node: ast.AST) -> str | None:
     return None
 
 
-def _has_float(node: ast.AST) -> bool:
-    return any(isinstance(n, ast.Constant) and isinstance(n.value, (float, complex)) for n in ast.walk(node))
+def _is_fraction(node: ast.AST) -> bool:
+    """A floating-point literal, ``x ** -n``, or a quotient of two literals."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, (float, complex))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return isinstance(node.right, ast.UnaryOp) and isinstance(node.right.op, ast.USub)
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and {type(node.left), type(node.right)} == {ast.Constant}
+
+
+def _picked_names(tree: ast.AST) -> set[str]:
+    """Names (and attributes) that an assignment or a default sets to a literal with a point other than 0, 1 and 2."""
+    found = set()
+    for node in ast.walk(tree):
+        pairs: list[tuple[ast.AST, ast.AST | None]] = []
+        if isinstance(node, ast.Assign):
+            pairs = [(target, node.value) for target in node.targets]
+        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+            pairs = [(node.target, node.value)]
+        elif isinstance(node, ast.arguments):
+            late = node.posonlyargs + node.args
+            pairs = list(zip(late[len(late) - len(node.defaults) :], node.defaults, strict=True))
+            pairs += list(zip(node.kwonlyargs, node.kw_defaults, strict=True))
+        for target, value in pairs:
+            number = value.operand if isinstance(value, ast.UnaryOp) else value
+            if isinstance(number, ast.Constant) and isinstance(number.value, float) and number.value not in (0, 1, 2):
+                found |= {n for part in ast.walk(target) for n in _names(part)}
+    return found
 
 
 def lint_source(text: str, file: str = "<text>") -> list[Finding]:
     """Findings of one file's text, in line order. Raises SyntaxError for text that is not Python."""
     found = []
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    picked = _picked_names(tree)
+    for node in ast.walk(tree):
         line = getattr(node, "lineno", 0)
         names = _names(node)
         called = _getattr_name(node)
         names += [called] if called else []
         found += [Finding(file, line, f"banned name {name!r}") for name in names if name in BANNED]
-        if isinstance(node, ast.Compare) and _has_float(node):
-            found.append(Finding(file, line, "floating-point literal in a comparison"))
+        if isinstance(node, ast.Compare):
+            parts = list(ast.walk(node))
+            if any(_is_fraction(part) for part in parts):
+                found.append(Finding(file, line, "fraction literal in a comparison"))
+            hidden = sorted(picked & {name for part in parts for name in _names(part)})
+            found += [Finding(file, line, f"{name!r} is a literal in a comparison") for name in hidden]
     return sorted(found, key=lambda f: (f.file, f.line, f.text))
 
 

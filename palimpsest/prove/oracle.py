@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palimpsest.core.errors import Unsupported
-from palimpsest.prove.bounds import PORTABLE_1, Arithmetic, Softmax, context_bound, lse_bound, own_bound, score_error
+from palimpsest.prove.bounds import PORTABLE_1, U32, U64, Arithmetic, Softmax, context_bound, lse_bound, own_bound, score_error
 from palimpsest.prove.exact import (
     Cutoff,
     Filtered,
@@ -31,8 +31,8 @@ from palimpsest.prove.ties import exact_faults
 #: token ids -> latent record bytes [n, record] u8, from the persistent cache
 ReadLatent = Callable[[NDArray[np.int64]], NDArray[np.uint8]]
 
-#: unit roundoff of fp32: what dequantising by a scale that is no power of two costs
-U32 = 2.0**-24
+#: what turning a record into fp32 by a scale that is no power of two costs at most: one fp32 rounding of an fp64 product
+DEQUANT_U = U32 + 2 * U64
 #: keys scored at once
 BLOCK = 8192
 
@@ -222,9 +222,13 @@ class LatentFormat:
 
     @property
     def record_bytes(self) -> int:
+        """Bytes of one record. Raises Unsupported for an unknown format."""
         if self.name == "fp8_ds_mla":
             return self.kv_lora + 4 * (self.kv_lora // 128) + 2 * self.rope_dims
-        return self.dim * {"fp8": 1, "bf16": 2, "fp32": 4}[self.name]
+        sizes = {"fp8": 1, "bf16": 2, "fp32": 4}
+        if self.name not in sizes:
+            raise Unsupported(f"latent format {self.name!r} has no oracle; it reads fp8, fp8_ds_mla, bf16 and fp32")
+        return self.dim * sizes[self.name]
 
 
 def _power_of_two(scales: NDArray[np.float64]) -> bool:
@@ -239,18 +243,16 @@ def decode_latent(records: NDArray[np.uint8], layout: LatentFormat) -> tuple[NDA
     assert records.shape[1] == layout.record_bytes, f"records of {records.shape[1]} bytes, {layout.record_bytes} expected"
     if layout.name == "fp8":
         exact = _power_of_two(np.asarray([layout.scale]))
-        return decode_e4m3(records) * layout.scale, 0.0 if exact else U32
+        return decode_e4m3(records) * layout.scale, 0.0 if exact else DEQUANT_U
     if layout.name == "bf16":
         return decode_bf16(records), 0.0
     if layout.name == "fp32":
         return decode_fp32(records), 0.0
-    if layout.name != "fp8_ds_mla":
-        raise Unsupported(f"latent format {layout.name!r} has no oracle; it reads fp8, fp8_ds_mla, bf16 and fp32")
     lora, groups = layout.kv_lora, layout.kv_lora // 128
     scales = decode_fp32(records[:, lora : lora + 4 * groups])
     values = decode_e4m3(records[:, :lora]) * np.repeat(scales, 128, axis=1)
     rope = decode_bf16(records[:, lora + 4 * groups :]) if layout.rope_dims else np.zeros((len(records), 0))
-    return np.concatenate([values, rope], axis=1), 0.0 if _power_of_two(scales) else U32
+    return np.concatenate([values, rope], axis=1), 0.0 if _power_of_two(scales) else DEQUANT_U
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,8 @@ class Caches:
     def latents(self, ids: np.ndarray, record: int) -> np.ndarray:
         """Latent records of token ids (int, [n]) as u8 [n, record]: one read per page touched."""
         made = np.empty((len(ids), record), np.uint8)
+        if not len(ids):
+            return made
         ranks, size = len(self.peers), self.page * record
         scratch = np.empty(size, np.uint8)
         order = np.argsort(ids, kind="stable")

@@ -5,6 +5,7 @@ one queue are replayed without a judgement between them. Ranks share small facts
 ``Comm``; what the gates compare with is read past ``Comm``.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from palimpsest.prove.tail import Tail
 from palimpsest.ranks.comm import Comm
 from palimpsest.run.execute import Session, prepare
 from palimpsest.run.guards import SlackCanaries
-from palimpsest.run.meters import Mapped, arena_mappings, meter
+from palimpsest.run.meters import Mapped, Reading, arena_mappings, meter
 from palimpsest.run.poison import poison
 
 Emit = Callable[[Any], None]
@@ -87,7 +88,7 @@ class Facts:
     changed_rows: int = 0
     rows_selecting: int = 0
     counters: dict[str, dict[str, int]] = field(default_factory=dict)
-    times: dict[str, dict[str, int]] = field(default_factory=dict)
+    times: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
     lint_files: int = 0
     torch_peak: int = 0
 
@@ -114,14 +115,12 @@ class Qualifier:
         for name in ARRANGEMENTS:
             stage = self._prepare(name)
             mappings[name] = stage.mappings
-            try:
+            with stage.session, contextlib.closing(stage.caches):
                 for queue in setup.queues:
                     self._queue(stage, queue)
-            finally:
-                stage.caches.close()
+                # nobody may read this rank's memory any more when it goes
                 comm.enter(f"close {name}")
                 comm.barrier(f"close {name}")
-                stage.session.close()
         self._seal(mappings)
         flags = [line for sheet in self.sheets.values() for line in sheet.close()]
         return {"flags": flags, "certificates": self.certificates, "facts": asdict(self.facts)}
@@ -181,7 +180,7 @@ class Qualifier:
         if taken:
             self._judge(stage, taken, counters, last=True)
         for case in queue:
-            self.facts.times.setdefault(case.id, {})[stage.name] = time.monotonic_ns() - started
+            self.facts.times.setdefault(case.id, {})[stage.name] = (started, time.monotonic_ns())
 
     def _tell(self, stage: Stage, case: Case, number: int, phase: str) -> None:
         self.comm.enter(f"{case.id} {stage.name} {phase} {number}")
@@ -207,9 +206,14 @@ class Qualifier:
         o.inputs_before = (whole_digest(raw(hidden)), *stage.inputs)
         comm.barrier(f"{case.id} start")
         o.moved = gates_storage.moved(session.arena, stage.addresses)
-        with meter(session.arena, torch_memory=setup.job.alone and number == 0) as reading:
+        before = arena_mappings(session.arena)
+        if setup.job.alone and number == 0:
+            with meter(session.arena, torch_memory=True) as reading:
+                session.prefill(hidden, step.history, hooks=watch, guard=True)
+            self._torch_memory(o, reading)
+        else:
             session.prefill(hidden, step.history, hooks=watch, guard=True)
-        self._allocations(o, reading)
+        self._mappings(o, before, arena_mappings(session.arena))
         watch.finish()
         o.moved += gates_storage.moved(session.arena, stage.addresses)
         o.inputs_after = (whole_digest(raw(hidden)), *self._inputs(session))
@@ -223,11 +227,14 @@ class Qualifier:
         planted = self._planted(stage, case, step, data, made)
         return Taken(case, step, number, o, judge, hidden, planted, slack)
 
-    def _allocations(self, o: Observation, reading: Any) -> None:
-        """A3: mappings as before, and no torch memory."""
-        before, after = ([(m.name, m.start, m.nbytes, m.access) for m in r.mapped] for r in (reading.before, reading.after))
+    def _mappings(self, o: Observation, *readings: list[Mapped]) -> None:
+        """A3: the mappings are those of before the replay."""
+        before, after = ([(m.name, m.start, m.nbytes, m.access) for m in reading] for reading in readings)
         if before != after:
             o.allocated.append(f"mappings changed from {len(before)} to {len(after)}: {sorted(set(before) ^ set(after))[:1]}")
+
+    def _torch_memory(self, o: Observation, reading: Reading) -> None:
+        """A3: torch's allocator handed out nothing, not even for a moment inside one operation."""
         if reading.torch_peak:
             self.facts.torch_peak = max(self.facts.torch_peak, reading.torch_peak)
             o.allocated.append(f"torch handed out {reading.torch_total} bytes, {reading.torch_peak} at once, in pieces of up to {reading.torch_largest}")

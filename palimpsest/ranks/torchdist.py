@@ -6,6 +6,7 @@ buffers made here. Each call has one deadline; who missed it is read from the bo
 """
 
 import hashlib
+import secrets
 import struct
 import time
 from collections.abc import Sequence
@@ -41,6 +42,10 @@ def _describe(header: bytes) -> str:
     name = _CALLS[call] if call < len(_CALLS) else f"unknown call {call}"
     text = label.rstrip(b"\0").decode(errors="replace")
     return f"{name} {text!r} of {count} message{'s' if count != 1 else ''}, {total} bytes"
+
+
+def _proof(token: bytes, sender: int, receiver: int) -> bytes:
+    return hashlib.blake2b(f"{sender} to {receiver}".encode(), key=token, digest_size=HEADER_BYTES).digest()
 
 
 class Rows:
@@ -147,6 +152,26 @@ class TorchComm:
     def enter(self, phase: str) -> None:
         self._pen.enter(phase)
 
+    def greet(self, token: bytes) -> None:
+        """Prove to every peer, and be shown by every peer, knowledge of the run's token.
+
+        The transport believes whoever connects with the right small number. Each connection stays with its pair for the whole
+        run, so one proof at the start is enough; it depends on the direction, so that an intruder who is shown one cannot show
+        it on.
+        """
+        self._begin("exchange", "greeting")
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        for peer in peers:
+            self._out[peer] = _proof(token, self.rank, peer)
+        self._move(receives=self._in.of(peers), sends=self._out.of(peers))
+        for peer in peers:
+            if self._in[peer] != _proof(token, peer, self.rank):
+                intruder = (
+                    f"the connection to rank {peer} did not prove that it belongs to this run; another process took its place"
+                )
+                raise RankError(intruder, rank=self.rank, phase=self._pen.now.phase)
+        self._pen.done()
+
     def close(self) -> None:
         """Leave the process group; the rank must not be used afterwards."""
         if dist.is_initialized():
@@ -240,7 +265,7 @@ def connect(
     deadline_s: seconds one call may wait; start_s: seconds for all ranks to appear. Raises RankError naming the ranks that did
     not. One rank needs no transport and opens no socket.
     """
-    comm = TorchComm(rank, size, deadline_s=deadline_s, board=board)
+    comm = TorchComm(rank, size, deadline_s=start_s, board=board)
     comm.enter("connect")
     if size > 1:
         begun = time.monotonic()
@@ -251,5 +276,10 @@ def connect(
                 raise late(board, "connect", start_s, waiter=rank, peer=0) from error
             lost = f"could not join {size} ranks over {backend}: {_first_line(error)}"
             raise RankError(lost, rank=rank, phase="connect", secondary=True) from error
+        if rank == 0:
+            store.set("token", secrets.token_hex(32))
+        comm.greet(store.get("token"))
+        comm.barrier("connected")  # nobody starts until every connection is proved
+    comm.deadline_s = deadline_s
     comm.enter("connected")
     return comm

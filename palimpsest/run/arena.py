@@ -1,8 +1,9 @@
 """The memory a plan is run in: one memfd-backed mapping per pool, and views of it that never copy.
 
-Each segment of a plan (weights, persistent, reusable, staging, table, signal) becomes one memfd named ``palimpsest-<kind>``, rounded up to whole pages
-and mapped between two red zones that no access is allowed to (``PROT_NONE``, which costs no memory). All views of a segment share one torch storage.
-A second mapping of the same pages (``second_view``) is what the phase lock protects. Linux only.
+Each segment of a plan (weights, persistent, reusable, staging, table, signal) becomes one memfd named ``palimpsest-<kind>``,
+rounded up to whole pages and mapped between two red zones that nobody may touch (``PROT_NONE``, which costs no memory). All
+views of a segment share one torch storage. A second mapping of the same pages (``second_view``) is what the phase lock
+protects. Linux only.
 """
 
 import ctypes
@@ -49,7 +50,8 @@ def _map(address: int | None, nbytes: int, access: int, flags: int, fd: int) -> 
     found = _libc().mmap(address, nbytes, access, flags, fd, 0)
     if found is None or found == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
-        raise Unavailable(f"cannot map {format_bytes(nbytes)}: {os.strerror(code)}; prepare less, or raise the address space limit")
+        why = os.strerror(code)
+        raise Unavailable(f"cannot map {format_bytes(nbytes)}: {why}; prepare less, or raise the address space limit")
     return int(found)
 
 
@@ -92,7 +94,8 @@ class Window:
     """One mapping of a whole memfd, between two red zones.
 
     tensor:  the mapping as u8 [mapped bytes]; every view is a slice of it, so all share its storage
-    The pages stay mapped until ``release`` was called and the last tensor over them is gone: a result somebody still holds never dangles.
+    The pages stay mapped until ``release`` was called and the last tensor over them is gone: a result somebody still holds never
+    dangles.
     """
 
     def __init__(self, fd: int, nbytes: int):
@@ -117,7 +120,8 @@ class Window:
     def protect(self, access: str, start: int = 0, stop: int | None = None) -> None:
         """Set ``none``, ``read`` or ``write`` access on whole pages of ``[start, stop)``; a forbidden access is a SIGSEGV."""
         stop = self.nbytes if stop is None else stop
-        assert start % PAGE == 0 and stop % PAGE == 0 and 0 <= start <= stop <= self.nbytes, (start, stop, self.nbytes)
+        assert start % PAGE == stop % PAGE == 0, (start, stop)
+        assert 0 <= start <= stop <= self.nbytes, (start, stop, self.nbytes)
         if start < stop and _libc().mprotect(self.address + start, stop - start, _ACCESS[access]):
             code = ctypes.get_errno()
             raise OSError(code, f"mprotect of [{start}, {stop}): {os.strerror(code)}")
@@ -148,7 +152,8 @@ class Segment:
             os.close(self.fd)
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
-            raise Unavailable(f"{kind} segment: {format_bytes(self.mapped)} wanted, {error.strerror}; free memory or prepare less") from None
+            wanted = format_bytes(self.mapped)
+            raise Unavailable(f"{kind} segment: {wanted} wanted, {error.strerror}; free memory or prepare less") from None
         except Unavailable:
             os.close(self.fd)
             raise
@@ -186,7 +191,8 @@ class Arena:
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         whole = self.segments[kind].window.tensor
-        assert whole is not None and offset + nbytes <= self.segments[kind].logical, (kind, offset, nbytes)
+        assert whole is not None
+        assert offset + nbytes <= self.segments[kind].logical, (kind, offset, nbytes)
         return whole[offset : offset + nbytes]
 
     def raw(self, buffer: str) -> torch.Tensor:

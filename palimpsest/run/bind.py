@@ -1,4 +1,4 @@
-"""Bind a program's steps to the arena, once: afterwards a step is an implementation and the views of the buffers it declares, nothing else."""
+"""Bind a program's steps to the arena, once: a step is then an implementation and views of what it declares, nothing else."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,14 +23,15 @@ class Bound:
 
 
 def bind(program: Program, arena: Arena, comm: Comm, implementations: Mapping[str, Implementation]) -> tuple[Bound, ...]:
-    """One Bound per step, in the program's order. ``implementations``: op -> what runs it. Raises UnknownName for an op without one."""
+    """One Bound per step, in the program's order. ``implementations``: op -> what runs it; UnknownName for an op without one."""
     return tuple(_bound(step, arena, comm, implementations) for step in program.steps)
 
 
 def default_implementations(program: Program, engine: str) -> dict[str, Implementation]:
-    """Op -> ``engine``'s implementation, for the ops of the program, once the engine has shown that this machine keeps its arithmetic.
+    """Op -> ``engine``'s implementation, for the ops of the program, once this machine has shown that it keeps the engine's
+    arithmetic.
 
-    Allocates. Raises UnknownName for an engine or op nobody implements, and Unavailable when rows would influence each other's bits.
+    Allocates. Raises UnknownName for an engine or op nobody implements, and Unavailable when rows would change each other's bits.
     """
     prepare_engine(engine, program)
     return {op: implementation(op, engine) for op in dict.fromkeys(step.op for step in program.steps)}

@@ -1,4 +1,4 @@
-"""Guards over a running session: no hidden tensor allocation, canaries in unowned bytes, and no write outside a step's declaration.
+"""Guards over a running session: no hidden tensor allocation, canaries in unowned bytes, no write outside a step's declaration.
 
 They observe and never change a result: a sealed run gives the same bytes with and without them.
 """
@@ -29,8 +29,9 @@ _BLOCK = 1 << 17
 class SealGuard(TorchDispatchMode):
     """``with SealGuard(arena):`` raises HiddenAllocation when a torch operation returns memory of its own.
 
-    A returned tensor must live in a mapped segment or in the storage of one of the operation's own inputs; factories, clones and out-of-place arithmetic
-    do not. Temporaries inside one operation never leave it: ``meters.torch_allocations`` sees those. Guards the current thread only.
+    A returned tensor must live in a mapped segment or in the storage of one of the operation's own inputs; factories, clones and
+    out-of-place arithmetic do not. Temporaries inside one operation never leave it: ``meters.meter(torch_memory=True)`` sees
+    those. Guards the current thread only.
     """
 
     def __init__(self, arena: Arena):
@@ -118,16 +119,17 @@ class SlackCanaries:
         """One line per damaged range: segment, offset of the first bad byte, value found."""
         found = []
         for kind in self.arena.segments:
+            memory = self.arena.segment(kind)
             for start, stop in self.arena.slack(kind):
-                at = self.canary.first_bad(self.arena.segment(kind), start, stop)
+                at = self.canary.first_bad(memory, start, stop)
                 if at is not None:
-                    found.append(f"{kind} segment: byte {at} of the unowned range [{start}, {stop}) is {int(self.arena.segment(kind)[at])}")
+                    found.append(f"{kind} segment: byte {at} of the unowned range [{start}, {stop}) is {int(memory[at])}")
         return found
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A byte that a step changed without declaring it. ``owners``: buffers that cover it; ``declared``: how the step accesses them."""
+    """A byte that a step changed without declaring it. ``owners``: buffers over it; ``declared``: how the step accesses them."""
 
     step: str
     segment: str
@@ -146,8 +148,8 @@ Allowed = Callable[[Step, Call, Chunk], Iterable[tuple[str, int, int]]]
 def declared_writes(arena: Arena, step: Step, rank: int, chunk: Chunk) -> list[tuple[str, int, int]]:
     """(segment, start, stop) that the step may change in this chunk.
 
-    Written and updated buffers and scratch; a plane over ``tokens`` only up to the visible tokens, one over ``pages`` only the pages that hold tokens of
-    this chunk and belong to this rank.
+    Written and updated buffers and scratch; a plane over ``tokens`` only up to the visible tokens, one over ``pages`` only the
+    pages that hold tokens of this chunk and belong to this rank.
     """
     found = []
     for access, name in step.accesses():
@@ -180,9 +182,10 @@ def _own_pages(arena: Arena, rank: int, chunk: Chunk) -> list[int]:
 class WriteWatcher:
     """Hooks for ``Session.prefill``: after every step, all bytes outside its declared writes are what they were before it.
 
-    Covers reusable, persistent, staging, table and signal segments (``weights`` too unless left out), slack included. ``exact`` keeps a copy of all watched
-    bytes and names the first changed one; without it a CRC32 per 64 KiB block is kept and the block's start is named.
-    ``allowed`` replaces ``declared_writes``.
+    Covers every segment unless ``kinds`` names some, slack included. ``exact`` keeps a copy of all watched bytes and names the
+    first changed one; without it a CRC32 per 64 KiB block is kept and the block's start is named. ``allowed`` replaces
+    ``declared_writes``.
+    ``violations`` collects what was found, ``checked`` counts the bytes compared.
     """
 
     def __init__(self, arena: Arena, *, exact: bool = True, kinds: Iterable[str] | None = None, allowed: Allowed | None = None):
@@ -203,7 +206,7 @@ class WriteWatcher:
                 self._copies[kind][start:stop] = memory[start:stop]
             else:
                 for at, end in _blocks(start, stop):
-                    self._before[kind, at, end] = zlib.crc32(memory[at:end])
+                    self._before[kind, at, end] = _crc(memory[at:end])
 
     def after(self, step: Step, call: Call, chunk: Chunk) -> None:
         for kind, start, stop in self._complement:
@@ -219,7 +222,7 @@ class WriteWatcher:
 
     def _first_changed(self, kind: str, memory: np.ndarray, start: int, stop: int) -> int | None:
         if not self.exact:
-            return next((at for at, end in _blocks(start, stop) if zlib.crc32(memory[at:end]) != self._before[kind, at, end]), None)
+            return next((at for at, end in _blocks(start, stop) if _crc(memory[at:end]) != self._before[kind, at, end]), None)
         copy = self._copies[kind]
         if np.array_equal(memory[start:stop], copy[start:stop]):
             return None
@@ -244,6 +247,10 @@ class WriteWatcher:
         owners = [p.buffer for p in self.arena.plan.places if p.kind == kind and p.offset <= offset < p.stop]
         declared = tuple(access.get(name, "undeclared") for name in owners)
         return Violation(step.name, kind, offset, tuple(owners), declared)
+
+
+def _crc(block: np.ndarray) -> int:
+    return zlib.crc32(block.data)
 
 
 def _blocks(start: int, stop: int) -> Iterable[tuple[int, int]]:

@@ -1,7 +1,8 @@
 """Meters: what a process really maps and allocates, by counters that do not know the plan.
 
-Mapped bytes come from ``/proc/self/smaps`` (proportional set size: pages mapped twice count once), numpy's from ``tracemalloc`` in numpy's own domain,
-the C heap's from ``mallinfo2``, torch's from its profiler's memory events. Linux; the C heap only with glibc.
+Mapped bytes come from ``/proc/self/smaps`` (proportional set size: pages mapped twice count once), numpy's from ``tracemalloc``
+in numpy's own domain, the C heap's from ``mallinfo2``, torch's from its profiler's memory events. Linux; the C heap only with
+glibc.
 """
 
 import ctypes
@@ -22,7 +23,8 @@ from palimpsest.run.arena import NAME, Arena
 #: tracemalloc's domain of numpy's data
 NUMPY_DOMAIN = 389047
 
-#: bytes of the widest torch element; a Python number handed to an operation becomes one for a moment, so pieces up to it are not counted
+#: bytes of the widest torch element: a Python number handed to an operation becomes one for a moment, so smaller pieces are not
+#: counted
 SCALAR_BYTES = torch.complex128.itemsize
 
 _HEADER = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S+) [0-9a-f]+ \S+ (\d+)\s*(.*)$")
@@ -168,7 +170,8 @@ class Reading:
     """Counters around a piece of work; ``after`` and the peaks are there when the block is left.
 
     traced_peak: most bytes of Python objects and numpy data alive at once above the start (tracemalloc keeps one peak for both)
-    torch_total: bytes torch's CPU allocator handed out, scalars aside; torch_peak: most alive at once above the start; torch_largest: the largest piece
+    torch_total: bytes torch's CPU allocator handed out, scalars aside; torch_peak: most alive at once above the start;
+    torch_largest: the largest piece
     """
 
     before: Counters

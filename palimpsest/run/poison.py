@@ -1,7 +1,8 @@
 """Poison: fill the reusable segment between replays, so that a byte read before it was written shows.
 
-One pattern hides where another shows: a NaN can be swallowed by a maximum, a high value wins a selection, a low one ties at zero, stale bytes are what
-production leaves, an address-derived one betrays misplaced copies. Signals, tables, staging, caches and weights are never poisoned.
+One pattern hides where another shows: a NaN can be swallowed by a maximum, a high value wins a selection, a low one ties at
+zero, stale bytes are what production leaves, an address-derived one betrays misplaced copies. Signals, tables, staging, caches
+and weights are never poisoned.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,8 @@
 """Fill a session's weights and tables: from a checkpoint's tensors, or deterministic random ones for tests.
 
-A filler is called once in ``prepare``, before the seal, with the arena of its rank. What it writes is the rank's part: which rows, heads and columns is
-decided by the recipe's ``weight_slices``; here is only the arithmetic of copying, one conversion with round to nearest even.
+A filler is called once in ``prepare``, before the seal, with the arena of its rank. What it writes is the rank's part: which
+rows, heads and columns is decided by the recipe's ``weight_slices``; here is only copying, with one conversion that rounds to
+nearest even.
 """
 
 import hashlib
@@ -31,14 +32,15 @@ def from_checkpoint(checkpoint: Checkpoint, slices: Slices, tables: Mapping[str,
     slices: e.g. ``lambda rank, ranks: weight_slices(geometry, layer, rank, ranks, prefix)``
     tables: table buffer -> its fp32 values, e.g. ``recipes.tables(geometry)``
     scope:  beginning of tensor names under which every fp8 scale must have been used, e.g. the layer's; empty: none is checked
-    Raises BadCheckpoint for a missing tensor, a wrong shape and an unused scale, BadConfig when the program has a weight without a source.
+    Raises BadCheckpoint for a missing tensor, a wrong shape and an unused scale, BadConfig for a weight without a source.
     """
 
     def fill(arena: Arena, comm: Comm) -> None:
         parts = slices(comm.rank, comm.size)
         wanted = [b.name for b in arena.program.buffers if b.kind == "weights"]
         if set(wanted) != set(parts):
-            raise BadConfig(f"weights without a source {sorted(set(wanted) - set(parts))}, sources without a buffer {sorted(set(parts) - set(wanted))}")
+            lacking, spare = sorted(set(wanted) - set(parts)), sorted(set(parts) - set(wanted))
+            raise BadConfig(f"program {arena.program.name}: weights without a source {lacking}, sources without a buffer {spare}")
         with Reader(checkpoint) as reader:
             for tensor, names in _by_tensor(parts, wanted).items():
                 whole = reader.read(tensor)
@@ -61,9 +63,10 @@ def _by_tensor(parts: Mapping[str, WeightSlice], names: Iterable[str]) -> dict[s
 
 
 def put(view: torch.Tensor, whole: torch.Tensor, part: WeightSlice) -> None:
-    """Copy ``part`` of the checkpoint tensor ``whole`` into ``view``, rounding to nearest even when ``view`` is narrower. Raises BadCheckpoint."""
+    """Copy ``part`` of the tensor ``whole`` into ``view``; a narrower ``view`` rounds to nearest even. Raises BadCheckpoint."""
     if tuple(whole.shape) != part.source:
-        raise BadCheckpoint(f"tensor {part.tensor} has shape {list(whole.shape)}, expected {list(part.source)}; is it another model's?")
+        found, expected = list(whole.shape), list(part.source)
+        raise BadCheckpoint(f"tensor {part.tensor} has shape {found}, expected {expected}; is it another model's?")
     cut = whole.reshape(part.view)[tuple(slice(*span) for span in part.ranges)]
     assert tuple(view.shape) == part.shape, (part, view.shape)
     view.copy_(cut.reshape(part.shape))
@@ -81,7 +84,8 @@ def fill_tables(arena: Arena, tables: Mapping[str, Sequence[float]]) -> None:
 def synthetic(seed: int, tables: Mapping[str, Sequence[float]] | None = None) -> Filler:
     """A filler of deterministic random weights: the same model whatever the rank count.
 
-    Matrices are normal with variance 1/columns, norm weights near 1, biases near 0. Each tensor has a generator of its own, seeded by its name.
+    Matrices are normal with variance 1/columns, norm weights near 1, biases near 0. Each tensor has its own generator, seeded
+    by its name.
     """
 
     def fill(arena: Arena, comm: Comm) -> None:

@@ -55,9 +55,10 @@ def test_single_file_without_index(plain: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "../b.safetensors", "/etc/b.safetensors", "a/../../b.safetensors", "sub/b.safetensors", "./b.safetensors", "b.safetensors/",
-        "b.safetensors\0", "b\0.safetensors", "b.safetensors\n", "\uff42.safetensors", "b\u200b.safetensors",
-        "b.safetensor\u0455", "b .safetensors", "~.safetensors ", ".safetensors/..", "", "..", "C:\\b.safetensors", "b.SAFETENSORS",
+        "../b.safetensors", "/etc/b.safetensors", "a/../../b.safetensors", "sub/b.safetensors", "./b.safetensors",
+        "b.safetensors/", "b.safetensors\0", "b\0.safetensors", "b.safetensors\n", "\uff42.safetensors", "b\u200b.safetensors",
+        "b.safetensor\u0455", "b .safetensors", "~.safetensors ", ".safetensors/..", "", "..", "C:\\b.safetensors",
+        "b.SAFETENSORS",
     ],
 )  # fmt: skip
 def test_shard_names_that_are_not_plain(plain: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Real faults of checkpoint loading, each planted in a good folder: each must be an error that names the tensor and both values."""
+"""Real faults of checkpoint loading, each planted in a good folder: each an error that names the tensor and both values."""
 
 import json
 from collections.abc import Callable

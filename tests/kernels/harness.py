@@ -1,8 +1,11 @@
-"""Binds ops and whole layer programs to plain buffers and runs them on a few in-process ranks: no plan, no arena, no processes."""
+"""Binds ops and whole layer programs to plain buffers and runs them on a few in-process ranks: no plan, no arena, no
+processes.
+"""
 
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
 
@@ -54,24 +57,16 @@ class WireComm:
 
 def on_ranks(size: int, body: Callable[[WireComm], object]) -> list[object]:
     """``body(comm)`` on every rank in its own thread; results in rank order; the first exception is raised here."""
-    wires, results, errors = Wires(size), [None] * size, []
-
-    def work(rank: int) -> None:
-        try:
-            results[rank] = body(WireComm(wires, rank))
-        except Exception as error:
-            errors.append((rank, error))
-            wires.gate.abort()
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    wires = Wires(size)
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(body, WireComm(wires, rank)) for rank in range(size)]
+        for future in as_completed(futures):
+            if future.exception():
+                wires.gate.abort()
+    errors = [e for future in futures if (e := future.exception())]
     if errors:
-        primary = [e for e in errors if not isinstance(e[1], (threading.BrokenBarrierError, queue.Empty))]
-        raise (primary or errors)[0][1]
-    return results
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError | queue.Empty)), errors[0])
+    return [future.result() for future in futures]
 
 
 def aligned(nbytes: int, fill: int = 0) -> torch.Tensor:
@@ -81,7 +76,9 @@ def aligned(nbytes: int, fill: int = 0) -> torch.Tensor:
     return raw[at : at + nbytes]
 
 
-def make_call(op: str, params: Mapping, planes: Mapping[str, Mapping[str, torch.Tensor]], comm, tap=no_tap, scratch_fill=0x7F) -> Call:
+def make_call(
+    op: str, params: Mapping, planes: Mapping[str, Mapping[str, torch.Tensor]], comm, tap=no_tap, scratch_fill=0x7F
+) -> Call:
     """A Call over the given full-capacity planes with scratch of exactly the contract's size, filled with ``scratch_fill``."""
     scratch = Scratch(aligned(contract(op).scratch(**params), scratch_fill))
     return Call(name=op, params=params, views=planes, raws={}, scratch=scratch, comm=comm, tap=tap)

@@ -1,16 +1,17 @@
-"""The micro model of the field cases as whole layers: 2 index heads of dim 8, latent 16 + 4, 4 heads, top-k 8, 64 tokens, page 4."""
+"""The micro model of the field cases as whole layers: 2 index heads of dim 8, latent 16 + 4, 4 heads, top-k 8, 64 tokens, page
+4.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from harness import Rank, on_ranks
 
 from palimpsest.core.geometry import Formats, Geometry, Indexer, Rope
 from palimpsest.core.spec import Limits, Program
 from palimpsest.kernels.call import Chunk, no_tap
 from palimpsest.recipes.blocks import layer_program
-
-from harness import Rank, on_ranks
 
 TOKENS, ROWS, PAGE, TOPK = 64, 16, 4, 8
 
@@ -20,12 +21,18 @@ FORMATS = {"fp8": FP8, "fp32": FP32, "bf16": Formats(latent="bf16"), "fp8_ds_mla
 
 
 def geometry(
-    *, heads: int = 4, index_heads: int = 2, rope: str = "interleaved", index_rope: str = "half", hadamard: bool = True, latent: int = 16
+    *,
+    heads: int = 4,
+    index_heads: int = 2,
+    rope: str = "interleaved",
+    index_rope: str = "half",
+    hadamard: bool = True,
+    latent: int = 16,
 ) -> Geometry:
     indexer = Indexer(index_heads, 8, TOPK, index_rope, 4, 1e-6, hadamard=hadamard)
     return Geometry(
-        family="test", name="m0", hidden=32, layers=1, heads=heads, q_lora=24, kv_lora=latent, nope=8, rope=Rope(rope, 4), v_dim=8,
-        softmax_scale=0.3, latent_norm_eps=1e-6, output_gate=True, indexer=indexer, schedule=("full",), max_context=TOKENS,
+        family="test", name="m0", hidden=32, layers=1, heads=heads, q_lora=24, kv_lora=latent, nope=8,
+        rope=Rope(rope, 4), v_dim=8, softmax_scale=0.3, latent_norm_eps=1e-6, output_gate=True, indexer=indexer, schedule=("full",), max_context=TOKENS,
     )  # fmt: skip
 
 
@@ -70,7 +77,10 @@ class Outcome:
     caches: list[dict[str, torch.Tensor]]
 
     def same(self, other: "Outcome") -> bool:
-        return all(torch.equal(getattr(self, n).view(torch.uint8), getattr(other, n).view(torch.uint8)) for n in ("output", "ids", "counts"))
+        return all(
+            torch.equal(getattr(self, n).view(torch.uint8), getattr(other, n).view(torch.uint8))
+            for n in ("output", "ids", "counts")
+        )
 
 
 def hidden_rows(seed: int = 9, tokens: int = TOKENS) -> torch.Tensor:
@@ -78,9 +88,17 @@ def hidden_rows(seed: int = 9, tokens: int = TOKENS) -> torch.Tensor:
 
 
 def prefill(
-    g: Geometry, formats: Formats, ranks: int, chunks: Sequence[int], hidden: torch.Tensor, *, engine: str = "portable", poison: int = 0x7F,
-    before: Callable[[Rank, Chunk], None] | None = None, tap: Callable[..., None] = no_tap,
-) -> Outcome:  # fmt: skip
+    g: Geometry,
+    formats: Formats,
+    ranks: int,
+    chunks: Sequence[int],
+    hidden: torch.Tensor,
+    *,
+    engine: str = "portable",
+    poison: int = 0x7F,
+    before: Callable[[Rank, Chunk], None] | None = None,
+    tap: Callable[..., None] = no_tap,
+) -> Outcome:
     """Prefill ``chunks`` rows one after the other; every reusable and staging byte is ``poison`` before each chunk.
 
     All ranks must end with the same output, ids and counts.

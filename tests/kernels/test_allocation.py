@@ -5,15 +5,13 @@ from importlib import import_module
 
 import pytest
 import torch
+from harness import Rank, WireComm, Wires, make_call
+from micro import FORMATS, TOKENS, geometry, hidden_rows, load, program, weights
 from torch.profiler import ProfilerActivity, profile
 
 from palimpsest.kernels import table
-from palimpsest.kernels.hostile import Case
-
-from harness import WireComm, Wires, make_call
-from micro import FORMATS, TOKENS, geometry, hidden_rows, load, program, weights
 from palimpsest.kernels.call import Chunk
-from harness import Rank
+from palimpsest.kernels.hostile import Case
 
 #: Python objects of one call (views, slices, small ints); far below one row tile of any operand a real model has
 OBJECTS = 16 << 10
@@ -55,19 +53,29 @@ def test_a_layer_allocates_nothing_after_warm_up(formats):
         for run, call in rank.steps:
             run(call, chunk)
         for run, call in rank.steps:
-            assert tensor_bytes(lambda run=run, call=call, chunk=chunk: run(call, chunk)) == [], f"{call.name}, {rows} rows at {history}"
+            assert tensor_bytes(lambda run=run, call=call, chunk=chunk: run(call, chunk)) == [], (
+                f"{call.name}, {rows} rows at {history}"
+            )
             assert python_peak(lambda run=run, call=call, chunk=chunk: run(call, chunk)) < OBJECTS, f"{call.name}, {rows} rows"
 
 
 SINGLE = [
     (op, case)
-    for op in ("index_select", "sparse_attend", "append_latent", "append_index", "index_query", "project_output", "attention_query")
+    for op in (
+        "index_select",
+        "sparse_attend",
+        "append_latent",
+        "append_index",
+        "index_query",
+        "project_output",
+        "attention_query",
+    )
     for case in import_module(f"palimpsest.kernels.{op}.cases").cases()
     if case.ranks == 1
 ]
 
 
-@pytest.mark.parametrize("op,case", SINGLE, ids=[f"{op}: {case.name}" for op, case in SINGLE])
+@pytest.mark.parametrize(("op", "case"), SINGLE, ids=[f"{op}: {case.name}" for op, case in SINGLE])
 def test_hostile_values_allocate_nothing(op, case: Case):
     """NaN and ties take the same path as ordinary values."""
     call, run = make_call(op, case.params, case.planes[0], WireComm(Wires(1), 0)), table.implementation(op, "portable")
@@ -75,7 +83,28 @@ def test_hostile_values_allocate_nothing(op, case: Case):
     assert tensor_bytes(lambda: run(call, case.chunk)) == []
 
 
-def test_numpy_stays_small_at_a_real_width():
+def test_numpy_stays_small_in_attention_at_a_real_width():
+    """6 heads over 1500 and 2048 of 3000 records of 512 + 64."""
+    params = {
+        "topk": 2048, "heads": 6, "kv_lora": 512, "rope_dims": 64, "format": "fp8", "latent_scale": 0.5, "softmax_scale": 0.07,
+    }  # fmt: skip
+    planes = {
+        "ids": {"ids": torch.arange(2048, dtype=torch.int32).repeat(2, 1)},
+        "counts": {"counts": torch.tensor([1500, 2048], dtype=torch.int32)},
+        "latent_history": {"latent_history": torch.randint(0, 120, (3000, 576), dtype=torch.uint8)},
+        "query": {"query": torch.randn(2, 6, 576).bfloat16()},
+        "context": {"context": torch.zeros(2, 6, 512)},
+    }
+    call, run = (
+        make_call("sparse_attend", params, planes, WireComm(Wires(1), 0)),
+        table.implementation("sparse_attend", "portable"),
+    )
+    run(call, Chunk(2998, 2))
+    assert tensor_bytes(lambda: run(call, Chunk(2998, 2))) == []
+    assert python_peak(lambda: run(call, Chunk(2998, 2))) < OBJECTS
+
+
+def test_numpy_stays_small_in_selection_at_a_real_width():
     """Index tiles of a real model: 32 heads of 128, 2048 of 5000 keys."""
     keys, rows = 5000, 2
     params = {"topk": 2048, "heads": 32, "dim": 128, "format": "fp8", "ranks": 1}

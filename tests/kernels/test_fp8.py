@@ -1,17 +1,17 @@
 """e4m3 and its scales against exact rational arithmetic."""
 
+import itertools
 import math
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from harness import aligned
 
 from palimpsest.kernels.call import Scratch
 from palimpsest.kernels.fp8 import Decoder, Quantiser, round_up_to_power_of_two
 from palimpsest.kernels.sizes import ROW_TILE, decode_scratch, quantise_scratch
-
-from harness import aligned
 
 
 def value(code: int) -> Fraction | None:
@@ -19,7 +19,11 @@ def value(code: int) -> Fraction | None:
     exponent, mantissa = (code >> 3) & 15, code & 7
     if exponent == 15 and mantissa == 7:
         return None
-    size = Fraction(mantissa, 8) * Fraction(2) ** -6 if exponent == 0 else (1 + Fraction(mantissa, 8)) * Fraction(2) ** (exponent - 7)
+    size = (
+        Fraction(mantissa, 8) * Fraction(2) ** -6
+        if exponent == 0
+        else (1 + Fraction(mantissa, 8)) * Fraction(2) ** (exponent - 7)
+    )
     return -size if code & 128 else size
 
 
@@ -56,7 +60,7 @@ def quantiser(width, block, power_of_two):
 def hard_rows() -> torch.Tensor:
     """Every code, every midpoint of neighbours and their fp32 neighbours, with 448 in each row so that the scale is exactly 1."""
     points = [float(value(c)) for c in range(127)]
-    middles = [(a + b) / 2 for a, b in zip(points, points[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(points)]
     values = np.array(points + middles, dtype=np.float32)
     values = np.concatenate([values, np.nextafter(values, np.float32(1e9)), np.nextafter(values, np.float32(-1e9))])
     values = values[np.abs(values) <= 448]
@@ -74,7 +78,7 @@ def test_quantise_rounds_to_nearest_even(power_of_two):
     assert torch.equal(quantise.scales, torch.ones(ROW_TILE, 1))
     for x, code in zip(tile.view(-1).tolist(), quantise.codes.view(torch.uint8).view(-1).tolist(), strict=True):
         assert code & 127 == nearest(Fraction(x)) & 127, (x, hex(code))
-        assert code >> 7 == math.copysign(1, x) < 0, (x, hex(code))
+        assert (code >> 7 == 1) == (math.copysign(1, x) < 0), (x, hex(code))
 
 
 def test_every_e4m3_value_survives_a_round_trip():

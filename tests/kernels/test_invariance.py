@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+from micro import FORMATS, FP8, FP32, PAGE, TOKENS, TOPK, geometry, hidden_rows, prefill
 
 from palimpsest.kernels.call import Chunk
-
-from micro import FORMATS, FP8, FP32, PAGE, TOKENS, TOPK, geometry, hidden_rows, prefill
 
 ONE_BY_ONE = [1] * TOKENS
 SPLITS = {"whole": [16] * 4, "ragged": [7, 9, 0, 16, 3, 13, 16], "fives": [5] * 12 + [4], "one by one": ONE_BY_ONE}

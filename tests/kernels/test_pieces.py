@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from harness import aligned
+from micro import FP8, geometry, program
 
 from palimpsest.core.errors import Unavailable, UnknownName, Unsupported
 from palimpsest.kernels import linear, sizes, table
@@ -14,9 +16,6 @@ from palimpsest.kernels.linear import Projection, gemms, probe_row_invariance
 from palimpsest.kernels.norms import RowNorm
 from palimpsest.kernels.rope import Rotation
 from palimpsest.kernels.sizes import ROW_TILE
-
-from harness import aligned
-from micro import FP8, geometry, program
 
 
 @pytest.mark.parametrize("dim", [1, 2, 8, 128])

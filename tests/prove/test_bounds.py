@@ -15,6 +15,7 @@ from palimpsest.prove.bounds import (
     U64,
     U_BF16,
     Softmax,
+    adds_blocks_once,
     compound,
     context_bound,
     exp_error,
@@ -228,3 +229,19 @@ def test_the_engine_exponential_is_within_the_declared_error():
     x = np.sort(x.astype(np.float32))
     for piece in (x, x[: 1 << 10], x[:7]):
         assert exp_error(lambda v: torch.from_numpy(v).exp().numpy(), piece) <= PORTABLE_1.exp_eps
+
+
+def test_the_engine_gemm_adds_a_block_at_once():
+    torch = pytest.importorskip("torch")
+
+    def engine(c, p, v):
+        return torch.from_numpy(c.copy()).addmm_(torch.from_numpy(p), torch.from_numpy(v)).numpy()
+
+    def one_by_one(c, p, v):
+        out = c.copy()
+        for i in range(p.shape[1]):
+            out += np.outer(p[:, i], v[i])
+        return out
+
+    assert adds_blocks_once(engine, 64)
+    assert not adds_blocks_once(one_by_one, 64)

@@ -138,7 +138,7 @@ def test_table_constraints(name):
     assert sum(c.minima.pads for c in table) > 0
 
 
-@given(st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 8), st.sampled_from([4, 16, 64]), st.integers(2, 400))
+@given(st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 8), st.sampled_from([4, 16, 64]), st.integers(16, 400))
 @settings(max_examples=60, deadline=None)
 def test_every_legal_profile_resolves(ranks, factor, page, topk):
     rows = ranks * factor * 4
@@ -159,7 +159,7 @@ def test_every_legal_profile_resolves(ranks, factor, page, topk):
         ({"rows": 250}, 128, "250 rows do not divide over 16 ranks"),
         ({"rows": 2048}, 128, "2048 rows exceed a quarter of 4096 tokens"),
         ({"tokens": 4100}, 128, "4100 tokens are not a multiple of 16 pages"),
-        ({}, 2000, "top-k 2000 must lie in 2..1024"),
+        ({}, 2000, "top-k 2000 must lie in 16..1024"),
         ({"page": 2}, 128, "page of 2 tokens"),
     ],
 )

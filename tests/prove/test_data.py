@@ -144,7 +144,8 @@ def test_lattice_plants_hold(make_geometry, table, case, heads, dim):
             assert seen.tied
             assert set(cut.equal % chosen.tie_stride) == {chosen.tie_stride - 1}
         tied, sides, shards = tied + seen.tied, max(sides, seen.sides), max(shards, seen.shards)
-    assert tied >= chosen.minima.tie_rows
+    assert tied >= 1 + sum(data.tie_row(step, row) for row in rows)
+    assert chosen.minima.tie_rows == 1 + sum(data.tie_row(step, row) for row in range(step.rows))
     assert sides >= chosen.minima.sides
     assert shards >= chosen.minima.shards
 

@@ -28,6 +28,12 @@ def test_the_qualifier_holds_no_tolerance():
         ("bad = error > 3 * -0.5 * u\n", "literal in a comparison"),
         ("bad = 0.0 < x <= y\n", "literal in a comparison"),
         ("bad = [e for e in es if not e <= 2.0**-24]\n", "literal in a comparison"),
+        ("bad = error > 2**-20\n", "literal in a comparison"),
+        ("bad = error > 1 / 1000\n", "literal in a comparison"),
+        ("EPS = 1e-5\nbad = error > 4 * EPS\n", "'EPS' is a literal"),
+        ("def f(x, limit=0.25):\n    return x < limit\n", "'limit' is a literal"),
+        ("def f(x, *, limit: float = -0.25):\n    return x < limit\n", "'limit' is a literal"),
+        ("class A:\n    slack: float = 3e-3\n\nbad = x > a.slack\n", "'slack' is a literal"),
     ],
 )
 def test_planted_violations_are_found(text, finding):
@@ -38,10 +44,10 @@ def test_planted_violations_are_found(text, finding):
 
 
 def test_a_planted_file_fails_the_package(tmp_path):
-    (tmp_path / "gate.py").write_text('"""allclose in words is fine."""\nok = diff <= bound\n')
+    (tmp_path / "gate.py").write_text('"""allclose in words is fine."""\nU = 2.0**-24\nok = diff <= bound * U and n > 2\n')
     assert lint.lint_package(tmp_path) == (1, [])
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "bad.py").write_text("\n\nok = diff <= 1e-3\n")
     count, found = lint.lint_package(tmp_path)
     assert count == 2
-    assert [str(f) for f in found] == ["deep/bad.py:3: floating-point literal in a comparison"]
+    assert [str(f) for f in found] == ["deep/bad.py:3: fraction literal in a comparison"]

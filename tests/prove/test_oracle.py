@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from palimpsest.core.errors import Unsupported
 from palimpsest.core.geometry import LATENT_FORMATS, Formats
-from palimpsest.prove.bounds import PORTABLE_1, U32
+from palimpsest.prove.bounds import PORTABLE_1
 from palimpsest.prove.cases import cases, profile
 from palimpsest.prove.data import Data
 from palimpsest.prove.exact import IndexRow, decode_keys
 from palimpsest.prove.oracle import (
+    DEQUANT_U,
     LatentFormat,
     attend,
     audit_selection,
@@ -92,9 +93,9 @@ def test_canonical_scores_are_the_deployed_bits(make_geometry):
 def test_block_size_does_not_matter(scene):
     for block in (64, 4096):
         (again,) = stream_scores(scene.data.read_index, [scene.index], [scene.n], block=block)
-        assert np.array_equal(again.error, scene.scores.error)
         if scene.index.format == "fp8":
             assert np.array_equal(again.value, scene.scores.value)
+        assert (np.abs(again.value - scene.scores.value) <= again.error + scene.scores.error).all()
 
 
 def test_rows_are_streamed_together(make_geometry):
@@ -153,7 +154,7 @@ def test_wrong_scores_are_caught(scene):
 
 
 def test_tie_flood_is_caught(make_geometry):
-    """Scales zeroed in the history: every score collapses, any set is valid for the ranked scores, and only the persistent bytes object."""
+    """Scales zeroed in the history: every set is valid for the ranked scores, and only the persistent bytes object."""
     scene = Scene(make_geometry)
     flat = np.zeros(scene.n, np.float32)
     found = scene.audit(canonical_selection(flat, TOPK), flat)
@@ -291,7 +292,7 @@ def test_power_is_measured(make_geometry, portable_context):
 def test_scales_that_are_no_powers_of_two_widen_the_bound(make_geometry, portable_context):
     _, exact = decode_latent(np.zeros((1, 8), np.uint8), LatentFormat("fp8", 4, 4, 0.25))
     _, rounded = decode_latent(np.zeros((1, 8), np.uint8), LatentFormat("fp8", 4, 4, 0.3))
-    assert (exact, rounded) == (0, U32)
+    assert (exact, rounded) == (0, DEQUANT_U)
     a = Attention(make_geometry, portable_context, "fp8", latent_scale=0.3)
     assert check_context(a.engine(), a.truth).faults == 0
 
@@ -308,7 +309,7 @@ def test_ds_mla_records_decode_as_torch_reads_them(make_geometry):
     theirs = torch.cat([values * scales, rope], dim=1).numpy()
     ours, dequant = decode_latent(records, layout)
     assert np.array_equal(ours, theirs)
-    assert dequant == U32
+    assert dequant == DEQUANT_U
 
 
 def test_refusals():
@@ -316,5 +317,5 @@ def test_refusals():
         attend(np.zeros((0, 8), np.uint8), np.zeros((1, 8)), LatentFormat("fp8", 4, 4), softmax_scale=1.0)
     with pytest.raises(AssertionError, match="records of 7 bytes, 8 expected"):
         decode_latent(np.zeros((1, 7), np.uint8), LatentFormat("fp8", 4, 4))
-    with pytest.raises((Unsupported, KeyError)):
+    with pytest.raises(Unsupported, match="nvfp4"):
         decode_latent(np.zeros((1, 8), np.uint8), LatentFormat("nvfp4", 4, 4))

@@ -175,3 +175,9 @@ def watched(comm, config, emit):
         comm.barrier("b")
         comm.agree("a", "text")
     return sorted(calls.names)
+
+
+def forged(comm, config, emit):
+    """Rank 1 was taken over by a process that does not know the token."""
+    comm.enter("connect")
+    comm.greet(b"guess" if comm.rank == 1 else b"secret")

@@ -78,7 +78,7 @@ def test_a_dead_rank_is_named_while_the_others_wait(real, how: str, words: str) 
 def test_a_rank_past_its_deadline_is_named(real, how: str) -> None:
     pids = []
     with pytest.raises(RankError, match="late") as caught:
-        real(3, "fail", {"rank": 1, "how": how}, deadline_s=1.5, on_event=lambda rank, event: pids.append(event["pid"]))
+        real(3, "fail", {"rank": 1, "how": how}, deadline_s=3, on_event=lambda rank, event: pids.append(event["pid"]))
     assert (caught.value.rank, caught.value.phase) == (1, "p6")
     assert _gone(pids)
 
@@ -94,7 +94,7 @@ def test_a_user_error_keeps_its_exit_code_and_its_traceback_is_in_the_log(real, 
 def test_a_hung_run_of_one_leaves_its_stack_in_the_log(real, tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     with pytest.raises(RankError, match="rank 0 in p6: late"):
-        real(1, "fail", {"rank": 0, "how": "sleep"}, deadline_s=1, log=log)
+        real(1, "fail", {"rank": 0, "how": "sleep"}, deadline_s=2, log=log)
     assert "behaviours.py" in log.read_text()
 
 
@@ -194,6 +194,11 @@ def test_strangers_on_the_listeners_change_nothing_and_no_listener_leaves_loopba
             stranger.close()
     assert listeners
     assert {host for host, _ in listeners} <= {"127.0.0.1", "::1"}
+
+
+def test_a_connection_that_cannot_prove_itself_is_refused(real) -> None:
+    with pytest.raises(RankError, match=r"in connect: the connection to rank \d did not prove that it belongs to this run"):
+        real(3, "forged", deadline_s=20)
 
 
 def test_one_rank_opens_no_socket(real, tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from palimpsest.run.weights import synthetic
 
 def geometry(rope: str = "interleaved", gate: bool = False) -> Geometry:
     dims = 16
+    layout, rotated = ("none", 0) if rope == "none" else ("half", dims)
     return Geometry(
-        family="micro", name="micro", hidden=64, layers=2, heads=4, q_lora=32, kv_lora=32, nope=16, rope=Rope(rope, dims), v_dim=16,
-        softmax_scale=0.17, latent_norm_eps=1e-6, output_gate=gate,
-        indexer=Indexer(heads=4, dim=32, topk=24, rope_layout="half" if rope != "none" else "none", rope_dims=dims if rope != "none" else 0, norm_eps=1e-6),
-        schedule=("full", "shared"), max_context=1024,
+        family="micro", name="micro", hidden=64, layers=2, heads=4, q_lora=32, kv_lora=32, nope=16, rope=Rope(rope, dims),
+        v_dim=16, softmax_scale=0.17, latent_norm_eps=1e-6, output_gate=gate, schedule=("full", "shared"), max_context=1024,
+        indexer=Indexer(heads=4, dim=32, topk=24, rope_layout=layout, rope_dims=rotated, norm_eps=1e-6),
     )  # fmt: skip
 
 

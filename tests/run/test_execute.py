@@ -1,4 +1,4 @@
-"""A prepared session end to end: the same bits whatever the ranks, chunks, arrangement and leftovers; refusals before any byte is touched."""
+"""A prepared session end to end: the same bits whatever ranks, chunks, arrangement and leftovers; refusals that touch no byte."""
 
 import hashlib
 
@@ -169,9 +169,10 @@ def test_capacity_is_refused_with_both_numbers_before_a_byte_is_touched(micro) -
 @pytest.mark.parametrize(
     ("hidden", "words"),
     [
-        (torch.zeros(4, 63), ["[4, 63]", "[4, 64]"]),
+        (torch.zeros(4, 63), ["[4, 63]", "[rows, 64]"]),
         (torch.zeros(4, 1, 64), ["[4, 1, 64]"]),
         (torch.zeros(64), ["[64]"]),
+        (torch.tensor(0.0), ["[]"]),
         (torch.zeros(4, 64, dtype=torch.float64), ["torch.float64", "fp32"]),
         (torch.zeros(4, 64, device="meta"), ["meta"]),
     ],
@@ -269,7 +270,7 @@ def test_prepare_refuses_and_leaves_nothing(micro) -> None:
         assert len(mappings()) == before
 
     attempt(PlanRefused, swapped, plan, "index_select")
-    attempt(PlanRefused, other, plan, "")
+    attempt(PlanRefused, other, plan, "the plan gives")
     attempt(BadConfig, other, place(other), "is for 2 ranks and runs on 1")
     attempt(UnknownName, program, plan, "engine", engine="magic")
     attempt(UnknownName, program, plan, "op of step", implementations={})

@@ -23,13 +23,13 @@ def arena(toy):
     "allocate",
     [
         lambda x: torch.empty(4),
-        lambda x: torch.zeros_like(x),
+        torch.zeros_like,
         lambda x: x + 1,
         lambda x: x.clone(),
         lambda x: x.to(torch.float64),
         lambda x: x.t().contiguous(),
         lambda x: x.sum(),
-        lambda x: torch.sort(x),
+        torch.sort,
         lambda x: x[x > 0],
         lambda x: torch.mm(x, x.t()),
     ],
@@ -112,7 +112,8 @@ def test_declared_writes_follow_the_active_sizes(arena) -> None:
     ]  # fmt: skip
     page = 64 * 576
     assert declared_writes(arena, steps["append"], 0, chunk) == [("persistent", page, 2 * page)]
-    assert declared_writes(arena, steps["append"], 0, Chunk(126, 4)) == [("persistent", page, 2 * page), ("persistent", 2 * page, 3 * page)]
+    both = [("persistent", page, 2 * page), ("persistent", 2 * page, 3 * page)]
+    assert declared_writes(arena, steps["append"], 0, Chunk(126, 4)) == both
     assert declared_writes(arena, steps["append"], 0, Chunk(126, 0)) == []
 
 

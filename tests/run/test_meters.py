@@ -15,7 +15,8 @@ def test_meter_sees_a_new_mapping_and_its_end() -> None:
     segment = Segment("staging", 3 * mmap.PAGESIZE)
     segment.window.populate()
     moved = changes(start, counters())
-    assert [line for line in moved if "is new" in line] == [f"mapping palimpsest-staging of {3 * mmap.PAGESIZE} bytes, rw-s, is new"]
+    expected = f"mapping palimpsest-staging of {3 * mmap.PAGESIZE} bytes, rw-s, is new"
+    assert [line for line in moved if "is new" in line] == [expected]
     assert any("pss" in line for line in moved)
     segment.window.release()
     assert [line for line in changes(start, counters()) if "mapping" in line] == []

@@ -1,4 +1,4 @@
-"""Poison reaches every reusable byte and nothing else, each field gets its own pattern, and an honest program does not notice it."""
+"""Poison reaches every reusable byte and nothing else, each field gets its own pattern, an honest program does not notice it."""
 
 import pytest
 import torch
@@ -44,7 +44,8 @@ def test_nan_pattern_by_field(arena) -> None:
     spot = arena.plan.by_name["latent_history"]
     alone = torch.ones(spot.nbytes, dtype=torch.bool)
     for other in arena.plan.places:
-        if other.kind == "reusable" and other.buffer != "latent_history" and other.offset < spot.stop and spot.offset < other.stop:
+        shares = other.kind == spot.kind and other.offset < spot.stop and spot.offset < other.stop
+        if shares and other.buffer != "latent_history":
             alone[max(0, other.offset - spot.offset) : other.stop - spot.offset] = False
     assert int(alone.sum()) > spot.nbytes // 2
     assert bool((arena.raw("latent_history")[alone] == 0x7F).all())
@@ -64,7 +65,7 @@ def test_high_pattern_by_field(arena) -> None:
     assert bool((arena.view("index_history", "scales") == 1024).all())
     assert bool(torch.isfinite(arena.view("output")).all())
     ids = arena.view("ids")
-    assert 0 <= int(ids.min())
+    assert int(ids.min()) >= 0
     assert int(ids.max()) < 500
 
 

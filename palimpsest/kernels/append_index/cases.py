@@ -11,10 +11,14 @@ from palimpsest.kernels.hostile import Case, Draw, Planes, one, poison
 
 def cases() -> Iterator[Case]:
     for ranks, page, history, rows, kind, scale, hadamard, layout in (
-        (1, 4, 0, 0, "fp8", "ue8m0", True, "half"), (1, 4, 0, 16, "fp8", "ue8m0", True, "half"), (2, 4, 16, 13, "fp8", "fp32", False, "none"),
-        (4, 4, 48, 16, "fp8", "ue8m0", True, "interleaved"), (4, 4, 7, 1, "fp8", "ue8m0", False, "half"), (2, 64, 60, 70, "fp8", "ue8m0", True, "half"),
+        (1, 4, 0, 0, "fp8", "ue8m0", True, "half"),
+        (1, 4, 0, 16, "fp8", "ue8m0", True, "half"),
+        (2, 4, 16, 13, "fp8", "fp32", False, "none"),
+        (4, 4, 48, 16, "fp8", "ue8m0", True, "interleaved"),
+        (4, 4, 7, 1, "fp8", "ue8m0", False, "half"),
+        (2, 64, 60, 70, "fp8", "ue8m0", True, "half"),
         (2, 4, 3, 16, "fp32", "fp32", True, "half"),
-    ):  # fmt: skip
+    ):
         params = {
             "hidden": 24, "dim": 8, "eps": 1e-6, "rope_dims": 4, "rope_layout": layout, "hadamard": hadamard,
             "scale_format": scale, "format": kind, "page": page, "ranks": ranks,

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from palimpsest.kernels.call import Call, Chunk
-from palimpsest.kernels.twin import fp32, hadamard, layer_norm, project, quantise, rotate, table_rows, wide
+from palimpsest.kernels.twin import hadamard, layer_norm, project, quantise, rotate, table_rows, wide
 
 
 def run(call: Call, chunk: Chunk) -> None:

@@ -1,4 +1,6 @@
-"""Hostile cases of append_latent: every record format, chunks that start and end inside pages, saturating values, no rotary dims."""
+"""Hostile cases of append_latent: every record format, chunks that start and end inside pages, saturating values, no rotary
+dims.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +13,14 @@ from palimpsest.kernels.hostile import Case, Draw, Planes, one, poison
 
 def cases() -> Iterator[Case]:
     for ranks, page, history, rows, kind, latent, rope, layout, scale in (
-        (1, 4, 0, 0, "fp8", 16, 4, "half", 1.0), (1, 4, 0, 16, "fp8", 16, 4, "interleaved", 1.0), (2, 4, 16, 13, "fp8", 16, 4, "none", 0.003),
-        (4, 4, 48, 16, "bf16", 16, 4, "interleaved", 1.0), (4, 4, 7, 1, "fp32", 16, 4, "half", 1.0),
-        (2, 64, 60, 70, "fp8_ds_mla", 256, 4, "interleaved", 1.0), (2, 4, 3, 16, "fp8_ds_mla", 128, 0, "none", 1.0),
-    ):  # fmt: skip
+        (1, 4, 0, 0, "fp8", 16, 4, "half", 1.0),
+        (1, 4, 0, 16, "fp8", 16, 4, "interleaved", 1.0),
+        (2, 4, 16, 13, "fp8", 16, 4, "none", 0.003),
+        (4, 4, 48, 16, "bf16", 16, 4, "interleaved", 1.0),
+        (4, 4, 7, 1, "fp32", 16, 4, "half", 1.0),
+        (2, 64, 60, 70, "fp8_ds_mla", 256, 4, "interleaved", 1.0),
+        (2, 4, 3, 16, "fp8_ds_mla", 128, 0, "none", 1.0),
+    ):
         params = {
             "hidden": 24, "kv_lora": latent, "rope_dims": rope, "eps": 1e-6, "rope_layout": layout, "format": kind,
             "latent_scale": scale, "page": page, "ranks": ranks,
@@ -29,7 +35,9 @@ def _planes(p: dict[str, Any], history: int, rows: int) -> Planes:
     hidden[::5] = 0
     hidden[rows:] = torch.nan
     elements = latent + rope
-    record = {"fp8": elements, "bf16": 2 * elements, "fp32": 4 * elements, "fp8_ds_mla": latent + latent // 32 + 2 * rope}[p["format"]]
+    record = {"fp8": elements, "bf16": 2 * elements, "fp32": 4 * elements, "fp8_ds_mla": latent + latent // 32 + 2 * rope}[
+        p["format"]
+    ]
     pages = -(-(history + rows + 1) // p["page"])
     planes = one(
         hidden=hidden,

@@ -1,6 +1,9 @@
-"""Hostile cases of attention_query: every rotary layout, no rotary dims, columns past one block, ragged rows, random values by bound."""
+"""Hostile cases of attention_query: every rotary layout, no rotary dims, columns past one block, ragged rows, random values by
+bound.
+"""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -22,11 +25,11 @@ def cases() -> Iterator[Case]:
     yield Case("random", params, Chunk(0, 35), (_planes(Draw(7), params, 35, "fp32", exact=False),), bound)
 
 
-def _params(q_lora: int, heads: int, nope: int, rope: int, latent: int, layout: str) -> dict[str, int | str]:
+def _params(q_lora: int, heads: int, nope: int, rope: int, latent: int, layout: str) -> dict[str, Any]:
     return {"q_lora": q_lora, "heads": heads, "nope": nope, "rope_dims": rope, "kv_lora": latent, "rope_layout": layout}
 
 
-def _planes(draw: Draw, p: dict, rows: int, dtype: str, *, exact: bool) -> Planes:  # type: ignore[type-arg]
+def _planes(draw: Draw, p: dict[str, Any], rows: int, dtype: str, *, exact: bool) -> Planes:
     make = draw.integers if exact else draw.normal
     source = make((CAPACITY, p["q_lora"]), dtype)
     source[rows:] = torch.nan
@@ -41,8 +44,8 @@ def _planes(draw: Draw, p: dict, rows: int, dtype: str, *, exact: bool) -> Plane
 
 
 def bound(planes: Planes) -> dict[str, torch.Tensor]:
-    """Two dots in a row for the absorbed part; for the rotary part the errors of a pair, turned (|cos| + |sin| <= 2), plus rounding.
-    Doubled: both sides round, and the second dot sees the first one's error."""
+    """Two dots in a row for the absorbed part; for the rotary part the errors of a pair, turned (|cos| + |sin| <= 2), plus
+    rounding. Doubled: both sides round, and the second dot sees the first one's error."""
     source, weight, up = planes["q_latent"]["q_latent"], planes["q_b"]["q_b"], planes["uk"]["uk"]
     heads, nope, latent = up.shape
     shape = (source.shape[0], heads, -1)

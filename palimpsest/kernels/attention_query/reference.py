@@ -1,7 +1,9 @@
-"""attention_query, reference. Both projections are exact to fp64, so an fp32 engine agrees within the bound of two dot products."""
+"""attention_query, reference. Both projections are exact to fp64, so an fp32 engine agrees within the bound of two dot
+products.
+"""
 
 from palimpsest.kernels.call import Call, Chunk
-from palimpsest.kernels.twin import fp32, project, rotate, store, table_rows, wide
+from palimpsest.kernels.twin import project, rotate, store, table_rows, wide
 
 
 def run(call: Call, chunk: Chunk) -> None:

@@ -8,8 +8,13 @@ from palimpsest.kernels.hostile import Case, Draw, one, poison
 
 def cases() -> Iterator[Case]:
     for rows, history, dtype, rope in (
-        (0, 0, "bf16", 4), (1, 0, "bf16", 4), (16, 48, "bf16", 2), (33, 1_048_000, "fp32", 64), (40, 7, "fp32", 0), (40, 0, "bf16", 6),
-    ):  # fmt: skip
+        (0, 0, "bf16", 4),
+        (1, 0, "bf16", 4),
+        (16, 48, "bf16", 2),
+        (33, 1_048_000, "fp32", 64),
+        (40, 7, "fp32", 0),
+        (40, 0, "bf16", 6),
+    ):
         draw = Draw(rows + history)
         planes = one(hidden=poison((40, 24), dtype))
         if rope:

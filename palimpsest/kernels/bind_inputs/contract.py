@@ -19,5 +19,5 @@ CONTRACT = OpContract(
     ),
     params=("rope_dims",),
     scratch=_scratch,
-    exact="hidden bytes are the caller's, rounded to nearest even when narrower; cos and sin are fp64 values rounded once to fp32",
+    exact="hidden bytes are the caller's, rounded to nearest even when narrower; cos and sin are fp64, rounded once to fp32",
 )

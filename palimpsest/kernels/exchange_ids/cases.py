@@ -18,7 +18,9 @@ def cases() -> Iterator[Case]:
 def _planes(capacity: int, size: int, rank: int) -> Planes:
     draw = Draw(rank)
     planes = one(
-        local_ids=draw.integers((size, TOPK), "i32", -1, 1000), ids=poison((capacity, TOPK), "i32"), counts=poison((capacity,), "i32")
+        local_ids=draw.integers((size, TOPK), "i32", -1, 1000),
+        ids=poison((capacity, TOPK), "i32"),
+        counts=poison((capacity,), "i32"),
     )
     local = {"counts": draw.integers((size,), "i32", 0, TOPK), "nans": draw.integers((size,), "i32", 0, 9)}
     return planes | {"local_counts": local}

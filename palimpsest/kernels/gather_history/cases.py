@@ -1,4 +1,6 @@
-"""Hostile cases of gather_history: partial last pages, ranks without pages, staging of one page per rank, both kinds of planes."""
+"""Hostile cases of gather_history: partial last pages, ranks without pages, staging of one page per rank, both kinds of
+planes.
+"""
 
 from collections.abc import Iterator
 

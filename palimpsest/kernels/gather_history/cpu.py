@@ -35,7 +35,9 @@ def run(call: Call, chunk: Chunk) -> None:
 def _planes(call: Call) -> list[torch.Tensor]:
     """History planes as u8 [tokens, plane bytes], in the order of ``record``."""
     widths = [int(width) for width in call.params["record"].split("+")]
-    planes = [plane.view(torch.uint8).view(-1, width) for plane, width in zip(call.views["history"].values(), widths, strict=True)]
+    planes = [
+        plane.view(torch.uint8).view(-1, width) for plane, width in zip(call.views["history"].values(), widths, strict=True)
+    ]
     assert len({plane.shape[0] for plane in planes}) == 1, f"{call.name}: planes of unequal token counts"
     return planes
 
@@ -54,7 +56,7 @@ def _scatter(planes: list[torch.Tensor], pages: torch.Tensor, first: int, owner:
         width = plane.shape[1]
         size = page * width
         if whole:
-            plane.view(-1, size)[start :: ranks][:whole].copy_(pages[:whole, at : at + size])
+            plane.view(-1, size)[start::ranks][:whole].copy_(pages[:whole, at : at + size])
         if rest < page:
             plane[last * page : last * page + rest].view(-1).copy_(pages[-1, at : at + rest * width])
         at += size

@@ -1,4 +1,6 @@
-"""Hostile cases of index_query: slices of 1, 2 and 4 ranks with few active rows, both formats and scales, rotations, zero rows."""
+"""Hostile cases of index_query: slices of 1, 2 and 4 ranks with few active rows, both formats and scales, rotations, zero
+rows.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +13,13 @@ from palimpsest.kernels.hostile import Case, Draw, Planes, one, poison
 
 def cases() -> Iterator[Case]:
     for ranks, capacity, rows, kind, scale, hadamard, layout in (
-        (1, 40, 0, "fp8", "ue8m0", True, "half"), (1, 40, 33, "fp8", "ue8m0", True, "half"), (2, 16, 9, "fp8", "fp32", False, "interleaved"),
-        (4, 16, 1, "fp8", "ue8m0", False, "none"), (4, 15, 15, "fp32", "ue8m0", False, "half"), (4, 16, 6, "fp8", "fp32", True, "none"),
-    ):  # fmt: skip
+        (1, 40, 0, "fp8", "ue8m0", True, "half"),
+        (1, 40, 33, "fp8", "ue8m0", True, "half"),
+        (2, 16, 9, "fp8", "fp32", False, "interleaved"),
+        (4, 16, 1, "fp8", "ue8m0", False, "none"),
+        (4, 15, 15, "fp32", "ue8m0", False, "half"),
+        (4, 16, 6, "fp8", "fp32", True, "none"),
+    ):
         params = {
             "hidden": 24, "q_lora": 12, "heads": 3, "dim": 8, "rope_dims": 4, "rope_layout": layout, "hadamard": hadamard,
             "scale_format": scale, "format": kind, "ranks": ranks,

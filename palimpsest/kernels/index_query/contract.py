@@ -6,13 +6,15 @@ from palimpsest.kernels.sizes import hadamard_scratch, linear_scratch, quantise_
 
 def _scratch(hidden: int, q_lora: int, heads: int, dim: int, rope_dims: int, hadamard: bool, **_: object) -> int:
     weights = linear_scratch(hidden, heads) + tile_scratch(heads)
-    query = linear_scratch(q_lora, dim, resident=True) + rotation_scratch(rope_dims) + quantise_scratch(dim, dim) + tile_scratch(dim)
+    query = (
+        linear_scratch(q_lora, dim, resident=True) + rotation_scratch(rope_dims) + quantise_scratch(dim, dim) + tile_scratch(dim)
+    )
     return weights + query + (hadamard_scratch(dim) if hadamard else 0)
 
 
 CONTRACT = OpContract(
     name="index_query",
-    summary="q = rope(q_latent @ index_q.T), quantised per (row, head); w = hidden @ index_w.T * heads**-0.5 * dim**-0.5 * q_scale",
+    summary="q = rope(q_latent @ index_q.T), quantised per (row, head); w = hidden @ index_w.T * heads**-.5 * dim**-.5 * q_scale",
     operands=(
         Operand("hidden", "read", "[rows,hidden] bf16|fp32"),
         Operand("q_latent", "read", "[rows,q_lora] bf16|fp32"),

@@ -12,7 +12,10 @@ def run(call: Call, chunk: Chunk) -> None:
     start = min(call.comm.rank * out.shape[0], chunk.rows)
     stop = min(start + out.shape[0], chunk.rows)
     count = stop - start
-    hidden, latent = wide(call.view("hidden")[start:stop]), wide(call.view("q_latent")[start:stop])  # [count, hidden], [count, q_lora]
+    hidden, latent = (
+        wide(call.view("hidden")[start:stop]),
+        wide(call.view("q_latent")[start:stop]),
+    )  # [count, hidden], [count, q_lora]
     table = table_rows(call, start, stop)
     weights = project(hidden, call.view("index_w"))  # [count, heads]
     weights = fp32(weights * np.float32(p["heads"] ** -0.5))

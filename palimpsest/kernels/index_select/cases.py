@@ -1,7 +1,7 @@
 """Hostile cases of index_select: ties of every kind, NaN and infinite scores, contexts around top-k, slices of several ranks.
 
-The micro model of the field cases: 2 heads, dim 8, top-k 8. Rows of the ``plateau`` data have many exact zeros, so their cutoff is a tie.
-"""
+The micro model of the field cases: 2 heads, dim 8, top-k 8. Rows of the ``plateau`` data have many exact zeros, so their cutoff
+is a tie."""
 
 from collections.abc import Callable, Iterator
 
@@ -77,7 +77,9 @@ def cases() -> Iterator[Case]:
 def _case(name: str, edit: Edit, kind: str, ranks: int, history: int, rows: int) -> Case:
     size = -(-16 // ranks)
     params = {"topk": TOPK, "heads": HEADS, "dim": DIM, "format": kind, "ranks": ranks}
-    return Case(name, params, Chunk(history, rows), tuple(_planes(edit, kind, size, rank, history + rows) for rank in range(ranks)))
+    return Case(
+        name, params, Chunk(history, rows), tuple(_planes(edit, kind, size, rank, history + rows) for rank in range(ranks))
+    )
 
 
 def _planes(edit: Edit, kind: str, size: int, rank: int, visible: int) -> Planes:

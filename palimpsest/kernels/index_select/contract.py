@@ -15,7 +15,7 @@ def _scratch(topk: int, heads: int, dim: int, format: str, **_: object) -> int:
 
 CONTRACT = OpContract(
     name="index_select",
-    summary="s[t,j] = k_scale[j] * sum_h w[t,h] * relu(q[t,h].k[j]) over j <= history+t; the topk largest, ties to the lowest token id",
+    summary="s[t,j] = k_scale[j] * sum_h w[t,h] * relu(q[t,h].k[j]), j <= history+t; the topk largest, ties to the lowest id",
     operands=(
         Operand("index_history", "read", "keys [tokens,dim] e4m3|fp32; scales [tokens] fp32 (fp8 only)"),
         Operand("index_query", "read", "[slice,heads,dim] e4m3|fp32"),

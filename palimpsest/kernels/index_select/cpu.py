@@ -1,9 +1,8 @@
 """index_select, portable engine: streaming scores and exact top-k, one key tile and one row at a time.
 
-A candidate is one int64: the score's order in the high half (best first), the token id in the low half. Ascending order of these numbers
-is the selection order, ties included, and the id reads back from the low half. Per row, the ``topk`` best so far and the new tile lie
-side by side and one in-place partition keeps the best.
-"""
+A candidate is one int64: the score's order in the high half (best first), the token id in the low half. Ascending order of these
+numbers is the selection order, ties included, and the id reads back from the low half. Per row, the ``topk`` best so far and the
+new tile lie side by side and one in-place partition keeps the best."""
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ class _Tiles:
         self.keys = scratch.take((KEY_TILE, dim), "fp64")
         self.scales = scratch.take((KEY_TILE,), "fp64")
         self.queries = scratch.take((SELECT_ROWS, heads, dim), "fp64")
-        self.weights = scratch.take((SELECT_ROWS, heads, 1), "fp64")
+        self.weights = scratch.take((SELECT_ROWS, heads), "fp64")
         self.dots = scratch.take((heads * KEY_TILE,), "fp64")
         self.sums = scratch.take((KEY_TILE,), "fp64")
         self.scores = scratch.take((KEY_TILE,), "fp32")
@@ -41,7 +40,9 @@ class _Tiles:
 
 
 def run(call: Call, chunk: Chunk) -> None:
-    """See the contract. Taps: ``scores`` (row, start, scores fp32, read-only) per row and key tile; ``selected`` (rows) per row group."""
+    """See the contract. Taps: ``scores`` (row, start, scores fp32, read-only) per row and key tile; ``selected`` (rows) per row
+    group.
+    """
     slots = call.view("local_ids").shape[0]
     start, stop = row_slice(call.comm.rank, call.params["ranks"], slots * call.params["ranks"], chunk.rows)
     if start == stop:
@@ -82,7 +83,7 @@ def _load_queries(call: Call, tiles: _Tiles, slot: int, count: int) -> None:
         tiles.decode(queries.view(torch.uint8), tiles.queries[:count])
     else:
         tiles.queries[:count].copy_(queries)
-    tiles.weights[:count, :, 0].copy_(call.view("head_weights")[slot : slot + count])
+    tiles.weights[:count].copy_(call.view("head_weights")[slot : slot + count])
 
 
 def _load_keys(call: Call, tiles: _Tiles, start: int, width: int) -> None:
@@ -107,11 +108,12 @@ def _score(tiles: _Tiles, i: int, width: int, seen: int) -> np.ndarray:
     dots = tiles.dots[: heads * columns].view(heads, columns)
     torch.mm(tiles.queries[i], tiles.keys[:columns].t(), out=dots)
     sums, parts = tiles.sums.numpy()[:seen], dots.numpy()[:, :seen]
-    np.maximum(parts, 0.0, out=parts)
-    np.multiply(parts, tiles.weights[i].numpy(), out=parts)
-    np.copyto(sums, parts[0])
-    for head in range(1, heads):
-        np.add(sums, parts[head], out=sums)
+    sums.fill(0)
+    # head by head on contiguous rows: numpy buffers strided or broadcast operands in memory of its own
+    for part, weight in zip(parts, tiles.weights[i].tolist(), strict=True):
+        np.maximum(part, 0.0, out=part)
+        np.multiply(part, weight, out=part)
+        np.add(sums, part, out=sums)
     if tiles.decode:
         np.multiply(sums, tiles.scales.numpy()[:seen], out=sums)
     scores = tiles.scores[:seen]

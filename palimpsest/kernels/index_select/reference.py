@@ -1,8 +1,7 @@
 """index_select, reference: all scores of a row at once, then a full sort by (score descending, id ascending).
 
-fp8 records: dots are exact, so every score has the engine's bits. fp32 records: the fp64 dot may be summed in another order, so scores can
-differ in the last bit where the exact value lies next to a rounding boundary.
-"""
+fp8 records: dots are exact, so every score has the engine's bits. fp32 records: the fp64 dot may be summed in another order, so
+scores can differ in the last bit where the exact value lies next to a rounding boundary."""
 
 import numpy as np
 

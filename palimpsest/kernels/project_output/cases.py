@@ -1,7 +1,7 @@
 """Hostile cases of project_output: head counts whose odd part is not 1, subtrees of a larger model, saturated and random gates.
 
-The byte-exact ones pick single elements per head, so that a head's product is exact while the sums over heads must round in order.
-"""
+The byte-exact ones pick single elements per head, so that a head's product is exact while the sums over heads must round in
+order."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,13 @@ CAPACITY, LATENT, V = 40, 16, 8
 
 
 def cases() -> Iterator[Case]:
-    for rows, heads, total, hidden, gate in ((0, 2, 4, 24, True), (1, 4, 4, 24, False), (33, 6, 12, 300, True), (40, 3, 6, 24, False), (5, 8, 8, 24, True)):
+    for rows, heads, total, hidden, gate in (
+        (0, 2, 4, 24, True),
+        (1, 4, 4, 24, False),
+        (33, 6, 12, 300, True),
+        (40, 3, 6, 24, False),
+        (5, 8, 8, 24, True),
+    ):
         params = {"hidden": hidden, "heads": heads, "total_heads": total, "v_dim": V, "kv_lora": LATENT, "gate": gate}
         yield Case(f"exact, {rows} rows, {heads} of {total} heads", params, Chunk(2, rows), (_exact(params, rows),))
     params = {"hidden": 48, "heads": 12, "total_heads": 12, "v_dim": V, "kv_lora": LATENT, "gate": True}
@@ -60,8 +66,9 @@ def _random(p: dict[str, Any], rows: int) -> Planes:
 
 
 def bound(planes: Planes) -> dict[str, torch.Tensor]:
-    """Per head: error of v (dot), of the gate (its logit's error times the sigmoid's slope of at most 1/4, and 4 ulp of the function), of the
-    product with o; then one rounding per addition over at most ``heads`` partial sums. Doubled for the second order."""
+    """Per head: error of v (dot), of the gate (its logit's error times the sigmoid's slope of at most 1/4, and 4 ulp of the
+    function), of the product with o; then one rounding per addition over at most ``heads`` partial sums. Doubled for the second
+    order."""
     u, context, hidden = unit(torch.float32), planes["context"]["context"], planes["hidden"]["hidden"]
     uv, gate, o = planes["uv"]["uv"], planes["gate"]["gate"], planes["o"]["o"]
     heads = uv.shape[0]

@@ -24,5 +24,5 @@ CONTRACT = OpContract(
     ),
     params=("hidden", "heads", "total_heads", "v_dim", "kv_lora", "gate"),
     scratch=_scratch,
-    exact="heads are summed as a fixed binary tree over head groups of the whole model, so the final sum does not depend on the rank count",
+    exact="heads are summed as a fixed binary tree over head groups of the whole model, whatever the rank count",
 )

@@ -1,4 +1,6 @@
-"""Hostile cases of query_latent: no rows, rows past one tile, columns past one block, zero rows, large values, random values by bound."""
+"""Hostile cases of query_latent: no rows, rows past one tile, columns past one block, zero rows, large values, random values by
+bound.
+"""
 
 from collections.abc import Iterator
 
@@ -33,8 +35,8 @@ def _planes(x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor, rows: int
 
 
 def bound(planes: Planes) -> dict[str, torch.Tensor]:
-    """Error of the projection through the norm: y = x r g with r = 1/rms. |dy| <= (|dx| + |x| |dx|_2 / |x|_2) r g, doubled for both sides'
-    roundings and the second order (the relative error of x is far below 1/2)."""
+    """Error of the projection through the norm: y = x r g with r = 1/rms. |dy| <= (|dx| + |x| |dx|_2 / |x|_2) r g, doubled for
+    both sides' roundings and the second order (the relative error of x is far below 1/2)."""
     x, weight = planes["hidden"]["hidden"], planes["q_a"]["q_a"].double()
     exact, error = x.double() @ weight.T, dot_bound(x, planes["q_a"]["q_a"])
     norm = exact.square().mean(1, keepdim=True).sqrt()

@@ -1,7 +1,7 @@
 """query_latent, reference. The projection is exact to fp64, so an fp32 engine agrees within the bound of one dot product."""
 
 from palimpsest.kernels.call import Call, Chunk
-from palimpsest.kernels.twin import fp32, project, rms_norm, store, wide
+from palimpsest.kernels.twin import project, rms_norm, store, wide
 
 
 def run(call: Call, chunk: Chunk) -> None:

@@ -7,8 +7,8 @@ from palimpsest.ranks.layout import row_slice
 
 
 def run(call: Call, chunk: Chunk) -> None:
-    """See the contract. Round by round: my rows of every rank's partial into staging, a binary tree over ranks, one rounding; then the
-    finished slices are exchanged in place."""
+    """See the contract. Round by round: my rows of every rank's partial into staging, a binary tree over ranks, one rounding;
+    then the finished slices are exchanged in place."""
     comm, ranks = call.comm, call.params["ranks"]
     partial, output = call.view("partial"), call.view("output")
     if ranks == 1:

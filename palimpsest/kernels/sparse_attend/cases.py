@@ -1,9 +1,10 @@
-"""Hostile cases of sparse_attend: every record format, counts around the block size, empty rows, NaN records, padding that must not be read.
+"""Hostile cases of sparse_attend: every record format, counts around the block size, empty rows, NaN records, padding that must
+not be read.
 
 Byte-exact ones have one selected record, or equal logits (zero queries) over whole numbers. The rest is held to a derived bound.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,7 +43,11 @@ def _planes(p: dict[str, Any], rows: int, style: str) -> Planes:
         query.zero_()
     query[rows:] = torch.nan
     return one(
-        ids=ids, counts=counts, latent_history=records(draw, p, TOKENS), query=query, context=poison((CAPACITY, p["heads"], p["kv_lora"]), "fp32")
+        ids=ids,
+        counts=counts,
+        latent_history=records(draw, p, TOKENS),
+        query=query,
+        context=poison((CAPACITY, p["heads"], p["kv_lora"]), "fp32"),
     )
 
 
@@ -57,10 +62,11 @@ def records(draw: Draw, p: dict[str, Any], tokens: int) -> torch.Tensor:
     return values.to({"fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "fp32": torch.float32}[kind]).view(torch.uint8)
 
 
-def _bounder(p: dict[str, Any]):  # type: ignore[no-untyped-def]
+def _bounder(p: dict[str, Any]) -> Callable[[Planes], dict[str, torch.Tensor]]:
     def bound(planes: Planes) -> dict[str, torch.Tensor]:
-        """Logits agree up to one fp32 rounding of the fp64 dot (2 ulp). With e = |s| 4u + 4u the relative error of a p (logit, subtraction,
-        exp), n u the error of a sum of n terms, the quotient is off by at most sum p|v| / sum p times 2 (e + n u) + 4u."""
+        """Logits agree up to one fp32 rounding of the fp64 dot (2 ulp). With e = |s| 4u + 4u the relative error of a p (logit,
+        subtraction, exp), n u the error of a sum of n terms, the quotient is off by at most sum p|v| / sum p times 2 (e + n u) +
+        4u."""
         u, out = unit(torch.float32), torch.zeros(planes["context"]["context"].shape, dtype=torch.float64)
         for row in range(CAPACITY):
             count = int(planes["counts"]["counts"][row])

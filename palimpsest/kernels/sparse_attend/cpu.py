@@ -1,8 +1,8 @@
 """sparse_attend, portable engine: one row at a time, heads in groups of HEAD_TILE, ids in blocks of ID_BLOCK as emitted.
 
-logit = fp32(fp64(query . record) * softmax_scale); p = exp(fp32(logit - max)) in fp32; the row sum and p @ values accumulate block by
-block in fp32; context = accumulated / row sum. Every GEMM has one shape, short blocks are padded with zero records whose p is zero.
-"""
+logit = fp32(fp64(query . record) * softmax_scale); p = exp(fp32(logit - max)) in fp32; the row sum and p @ values accumulate
+block by block in fp32; context = accumulated / row sum. Every GEMM has one shape, short blocks are padded with zero records whose
+p is zero."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -88,9 +88,11 @@ def _logits(call: Call, tiles: _Tiles, row: int, count: int) -> None:
         tiles.wide.copy_(records)
         for group in range(tiles.query.shape[0]):
             torch.mm(tiles.query[group], tiles.wide.t(), out=tiles.dots[group, block])
-    used, logits = tiles.dots[:, :blocks], tiles.logits[:, :blocks]
-    np.multiply(used.numpy(), call.params["softmax_scale"], out=used.numpy())
-    logits.copy_(used)
+    for dots in tiles.dots:
+        used = dots[:blocks].numpy()
+        np.multiply(used, call.params["softmax_scale"], out=used)
+    logits = tiles.logits[:, :blocks]
+    logits.copy_(tiles.dots[:, :blocks])
     if count < blocks * ID_BLOCK:
         logits[:, -1, :, count - (blocks - 1) * ID_BLOCK :].fill_(-torch.inf)
 

@@ -1,0 +1,84 @@
+"""``palimpsest qualify``: run the eleven cases in both arrangements on real rank processes and publish the evidence."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from palimpsest.prove.qualify import Progress
+
+NAME = "qualify"
+HELP = "prove on a checkpoint layer, across ranks, that the planned reuse of memory changes no byte"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="DIR", nargs="?", help="checkpoint folder (default: a tiny one, made and removed)")
+    parser.add_argument("--layer", type=int, metavar="N", help="0-based layer (default: the first one that runs an indexer)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="rank processes (default: the profile's; 4 without DIR)")
+    parser.add_argument(
+        "--profile", default="small", metavar="P",
+        help="small: 4,096 tokens; wide: 1,048,576 tokens, 4 ranks; full: the same with 4,096 rows, 16 ranks, slow (default: small)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of all inputs (default: a fixed one)")
+    parser.add_argument("--engine", default="portable", metavar="E", help="kernels to qualify (default: portable)")
+    parser.add_argument("--evidence", default="evidence", metavar="FOLDER", help="where evidence folders are kept (default: ./evidence)")
+    parser.add_argument("--json", action="store_true", help="print the record as JSON on stdout, everything else on stderr")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when every gate passed, 1 when one did not or a rank failed, 2 when the input is wrong."""
+    import os
+    from pathlib import Path
+
+    from palimpsest.prove.qualify import SEED, Request, qualify
+
+    request = Request(
+        model=None if args.model is None else Path(args.model), layer=args.layer, profile=args.profile, ranks=args.ranks,
+        seed=SEED if args.seed is None else args.seed, engine=args.engine, evidence=Path(args.evidence), argv=tuple(sys.argv[1:]),
+        environment=dict(os.environ),
+    )  # fmt: skip
+    with _Shown() as progress:
+        outcome = qualify(request, progress)
+    if args.json:
+        from palimpsest.core.canon import canonical
+
+        print(canonical(outcome.record | {"evidence": str(outcome.folder)}))
+    else:
+        from palimpsest.report.qualify_text import show
+
+        show(outcome.record, outcome.flags, str(outcome.folder))
+    return 0 if outcome.passed else 1
+
+
+class _Shown:
+    """Progress on stderr: a line that moves on a terminal, one line a case elsewhere."""
+
+    def __enter__(self) -> "Progress":
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        self._console = Console(stderr=True, highlight=False)
+        self._bar = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn(), console=self._console, transient=True
+        )  # fmt: skip
+        self._live = self._console.is_terminal
+        self._task = self._bar.add_task("starting ranks", total=24)
+        self._done: set[tuple[str, str]] = set()
+        if self._live:
+            self._bar.start()
+        return self._event
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live:
+            self._bar.stop()
+
+    def _event(self, rank: int, event: Any) -> None:
+        key = event["arrangement"], event["case"]
+        text = f"{event['case']} {event['arrangement']} {event['phase']}"
+        if event.get("replays", 1) > 1:
+            text += f" {event['replay'] + 1}/{event['replays']}"
+        if key not in self._done:
+            self._done.add(key)
+            if not self._live:
+                self._console.print(f"{event['case']} {event['arrangement']}", markup=False)
+        self._bar.update(self._task, completed=len(self._done), description=f"{text} rank {rank}")

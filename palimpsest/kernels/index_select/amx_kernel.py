@@ -1,0 +1,186 @@
+"""index_select on AMX: decode, pack, score and select of one group of rows over a range of key tiles, without a lock or an allocation.
+
+``amx-1`` scores: a dot adds 32 elements at a time, as one fp32 FMA chain over the even and one over the odd ones, their sum added to the total
+(TDPBF16PS, subnormals flushed); heads add in ascending order, ``total = fma(w, max(dot, 0), total)`` from +0; then times the key's scale.
+``kernels/emulate.py`` does the same in numpy, bit for bit.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from palimpsest.kernels.amx_decode import decode_codes, pack_codes
+from palimpsest.kernels.amx_ir import (
+    ADDRESS, F32, F32X16, const, fma, load, offset, splat, store, tile_begin, tile_dot, tile_end, tile_load, tile_store, tile_zero, void,
+)  # fmt: skip
+from palimpsest.kernels.amx_topk import LOWEST, compact, push_scores
+from palimpsest.kernels.jit import kernel, piece
+
+
+@intrinsic
+def add_heads(typing: Any, sums: Any, weights: Any, dots: Any) -> Any:
+    """Eight heads of 32 keys: sums[32] = fma(weights[h], relu(dots[h]), sums); a NaN dot stays NaN.
+
+    ``dots`` points into two adjacent tiles of [16 heads, 16 keys] fp32.
+    """
+
+    def body(b: ir.IRBuilder, sums: ir.Value, weights: ir.Value, dots: ir.Value) -> None:
+        zero = const(F32X16, 0.0)
+        total = [load(b, offset(b, sums, 64 * n), F32X16, 64) for n in range(2)]
+        for head in range(8):
+            weight = splat(b, load(b, offset(b, weights, 4 * head), F32, 4), F32X16)
+            for n in range(2):
+                dot = load(b, offset(b, dots, 1024 * n + 64 * head), F32X16, 64)
+                total[n] = fma(b, weight, b.select(b.fcmp_ordered(">", zero, dot), zero, dot), total[n])
+        for n in range(2):
+            store(b, total[n], offset(b, sums, 64 * n), 64)
+
+    return types.void(ADDRESS, ADDRESS, ADDRESS), void(body)
+
+
+@intrinsic
+def scale32(typing: Any, sums: Any, scales: Any, scores: Any) -> Any:
+    """scores[32] = sums[32] * scales[32] + 0.0; sums[32] = 0"""
+
+    def body(b: ir.IRBuilder, sums: ir.Value, scales: ir.Value, scores: ir.Value) -> None:
+        for n in range(2):
+            product = b.fmul(load(b, offset(b, sums, 64 * n), F32X16, 64), load(b, offset(b, scales, 64 * n), F32X16, 64))
+            store(b, b.fadd(product, const(F32X16, 0.0)), offset(b, scores, 64 * n), 64)
+            store(b, const(F32X16, 0.0), offset(b, sums, 64 * n), 64)
+
+    return types.void(ADDRESS, ADDRESS, ADDRESS), void(body)
+
+
+@piece
+def _block(query, keys, weights, sums, dots, pairs, steps):
+    """32 keys against one row's heads, 32 at a time: while the tiles multiply, the heads before are added up."""
+    width = 64 * steps
+    share = 4 // steps
+    for pair in range(pairs):
+        rows = query + np.uint64(pair * 32 * width)
+        done = dots + np.uint64(4096 * ((pair + 1) & 1))
+        before = weights + np.uint64(4 * 32 * (pair - 1))
+        tile_zero(0)
+        tile_zero(1)
+        tile_zero(2)
+        tile_zero(3)
+        for step in range(steps):
+            at = np.uint64(64 * step)
+            tile_load(4, rows + at, width)
+            tile_load(6, keys + np.uint64(1024 * step), 64)
+            tile_dot(0, 4, 6)
+            tile_load(5, rows + at + np.uint64(16 * width), width)
+            tile_dot(2, 5, 6)
+            tile_load(7, keys + np.uint64(1024 * (steps + step)), 64)
+            tile_dot(1, 4, 7)
+            tile_dot(3, 5, 7)
+            if pair > 0:
+                for part in range(step * share, (step + 1) * share):
+                    add_heads(sums, before + np.uint64(32 * part), done + np.uint64(2048 * (part >> 1) + 512 * (part & 1)))
+        now = dots + np.uint64(4096 * (pair & 1))
+        tile_store(0, now, 64)
+        tile_store(1, now + np.uint64(1024), 64)
+        tile_store(2, now + np.uint64(2048), 64)
+        tile_store(3, now + np.uint64(3072), 64)
+    last = dots + np.uint64(4096 * ((pairs - 1) & 1))
+    for part in range(4):
+        add_heads(
+            sums, weights + np.uint64(4 * 32 * (pairs - 1) + 32 * part), last + np.uint64(2048 * (part >> 1) + 512 * (part & 1))
+        )
+
+
+@piece
+def _pack_keys(keys, first, count, tail, packed):
+    """Keys [first, first + count) as right tiles [keys/16][steps][16 pairs, 16 keys, 2] bf16, zeros up to a multiple of 32 keys."""
+    dim, width = keys.shape[1], tail.shape[1]
+    source, to, short = keys.ctypes.data, packed.ctypes.data, tail.ctypes.data
+    for block in range(0, (count + 31) // 32 * 32, 16):
+        at = source + np.uint64((first + block) * dim)
+        if block + 16 > count or dim != width:
+            for j in range(16):
+                for d in range(width):
+                    tail[j, d] = keys[first + block + j, d] if block + j < count and d < dim else 0
+            at = short
+        for d in range(0, width, 4):
+            pack_codes(at + np.uint64(d), width, to + np.uint64(32 * d))
+        to += np.uint64(32 * width)
+
+
+@kernel("void(u1[:,:,::1], f4[:,::1], u2[:,:,::1], f4[:,::1], u1[:,::1], i8[::1], i4[::1])")
+def begin(queries, weights, wide, head_weights, tail, held, least):
+    """Decode a group's queries [m, heads, dim] e4m3 to bf16 and copy its weights, zeros up to the padded sizes; forget all candidates."""
+    rows, heads, dim = queries.shape
+    width, short = wide.shape[2], tail.ctypes.data
+    for row in range(rows):
+        source, to = queries[row].ctypes.data, wide[row].ctypes.data
+        for head in range(wide.shape[1]):
+            head_weights[row, head] = weights[row, head] if head < heads else np.float32(0)
+            whole = head < heads and dim == width
+            if not whole:
+                for d in range(width):
+                    tail[0, d] = queries[row, head, d] if head < heads and d < dim else 0
+            at = source + np.uint64(head * dim) if whole else short
+            for d in range(0, width, 64):
+                decode_codes(at + np.uint64(d), to + np.uint64(2 * d))
+            to += np.uint64(2 * width)
+        held[row], least[row] = 0, LOWEST
+
+
+@kernel(
+    "void(u1[:,::1], f4[::1], i8[::1], i8, i8, u2[:,:,::1], f4[:,::1], u2[::1], u1[:,::1], f4[::1], f4[:,::1], f4[::1], f4[::1],"
+    " i4[:,::1], i4[:,::1], i8[::1], i4[::1], i4[:,::1], i4[::1], i4[::1], i8)"
+)
+def pass_tiles(
+    keys, scales, seen, start, stop, wide, head_weights, packed, tail, tile_scales, scores, sums, dots,
+    candidates, ids, held, least, work, sample, nans, topk,
+):  # fmt: skip
+    """Score tokens [start, stop) for a group and offer them to its candidates. Row i sees the first ``seen[i]`` tokens of all.
+
+    packed: one key tile, whose size is ``scores.shape[1]``; scores [1 or m, tile]: of the row at hand, or of every row when it has a row each
+    """
+    tile, pairs, steps = scores.shape[1], wide.shape[1] // 32, wide.shape[2] // 32
+    shared, total, parts = scores.shape[0] == 1, sums.ctypes.data, dots.ctypes.data
+    tile_begin()
+    for i in range(32):
+        sums[i] = np.float32(0)
+    for first in range(start, stop, tile):
+        count = min(tile, stop - first)
+        padded = (count + 31) // 32 * 32
+        _pack_keys(keys, first, count, tail, packed)
+        for j in range(padded):
+            tile_scales[j] = scales[first + j] if j < count else np.float32(0)
+        for row in range(seen.shape[0]):
+            visible = min(count, seen[row] - first)
+            if visible <= 0:
+                continue
+            line = scores[0 if shared else row]
+            query, weights = wide[row].ctypes.data, head_weights[row].ctypes.data
+            block, scale, score = packed.ctypes.data, tile_scales.ctypes.data, line.ctypes.data
+            for _ in range(0, visible, 32):
+                _block(query, block, weights, total, parts, pairs, steps)
+                scale32(total, scale, score)
+                block += np.uint64(2048 * steps)
+                scale += np.uint64(128)
+                score += np.uint64(128)
+            count_now, least_now, lost = push_scores(
+                line, visible, first, candidates[row], ids[row], held[row], least[row], topk, work, sample
+            )
+            held[row], least[row] = count_now, least_now
+            nans[row] += lost
+    tile_end()
+
+
+@kernel("void(i4[:,::1], i4[:,::1], i8[::1], i4[:,::1], i4[::1], i8, i4[:,::1], i4[::1])")
+def emit(candidates, ids, held, work, sample, topk, out, counts):
+    """Write a group's ids [m, topk], ascending and padded with -1, and their counts [m]."""
+    for row in range(out.shape[0]):
+        count = held[row]
+        if count > topk:
+            compact(candidates[row], ids[row], count, topk, work, sample)
+            count = topk
+        counts[row] = count
+        for j in range(topk):
+            out[row, j] = ids[row, j] if j < count else np.int32(-1)

@@ -1,0 +1,308 @@
+"""sparse_attend on AMX: gather, decode, query . key, online softmax and p @ value of one row at a time, without a lock or an allocation.
+
+``amx-1`` attention: blocks of BLOCK ids in emitted order; logits are TDPBF16PS dots of bf16 query and record (32 elements at a time, in order);
+p is rounded to bf16 and the row sum adds the rounded p; p @ value adds 32 ids at a time to fp32; a new maximum rescales sum and output once
+per block. Short blocks are padded with zero records of negligible p, which changes no bit. Heads never meet, so a head's bits do not depend
+on how many others its rank holds.
+"""
+
+import numpy as np
+
+from palimpsest.kernels.amx_decode import copy64, decode_codes, decode_scaled, pair_rows, prefetch
+from palimpsest.kernels.amx_ir import tile_begin, tile_dot, tile_end, tile_load, tile_store, tile_zero
+from palimpsest.kernels.jit import kernel, piece
+from palimpsest.kernels.sizes import AMX_ID_BLOCK
+from palimpsest.kernels.sparse_attend.amx_softmax import LOW, finish32, read_address, read_byte, scale_row, softmax16, softmax16_masked
+
+#: ids of one block of the online softmax: part of the arithmetic
+BLOCK = AMX_ID_BLOCK
+#: record kinds
+FP8, DS_MLA, BF16 = 0, 1, 2
+_AHEAD = 32
+
+
+@piece
+def decode_record(source, kind, latent, rope, to, staging):
+    """One record of ``latent`` + ``rope`` elements at ``source`` -> bf16 at ``to``, 64 at a time, zeros after the last. ``staging`` [128] u1."""
+    dim, short = latent + rope, staging.ctypes.data
+    if kind == FP8:
+        for d in range(0, dim // 64 * 64, 64):
+            decode_codes(source + np.uint64(d), to + np.uint64(2 * d))
+        if dim % 64:
+            _copy_short(source + np.uint64(dim // 64 * 64), dim % 64, staging)
+            decode_codes(short, to + np.uint64(dim // 64 * 128))
+    elif kind == DS_MLA:
+        scales = source + np.uint64(latent)
+        for d in range(0, latent, 64):
+            decode_scaled(source + np.uint64(d), to + np.uint64(2 * d), scales + np.uint64(4 * (d // 128)))
+        _copy_bf16(source + np.uint64(latent + latent // 32), rope, to + np.uint64(2 * latent), staging)
+    else:
+        _copy_bf16(source, dim, to, staging)
+
+
+@piece
+def _copy_short(source, count, staging):
+    """``count`` < 128 bytes to ``staging``, zeros behind; reads whole 8-byte words only inside the record."""
+    words = staging.view(np.uint64)
+    for i in range(16):
+        words[i] = 0
+    for i in range(count // 8):
+        words[i] = read_address(source + np.uint64(8 * i))
+    if count % 8:
+        if count >= 8:
+            last = read_address(source + np.uint64(count - 8))
+            words[count // 8] = last >> np.uint64(8 * (8 - count % 8))
+        else:
+            for i in range(count):
+                staging[i] = read_byte(source + np.uint64(i))
+
+
+@piece
+def _copy_bf16(source, count, to, staging):
+    for d in range(0, count // 32 * 32, 32):
+        copy64(source + np.uint64(2 * d), to + np.uint64(2 * d))
+    if count % 32:
+        at = np.uint64(count // 32 * 64)
+        _copy_short(source + at, 2 * (count % 32), staging)
+        copy64(staging.ctypes.data, to + at)
+
+
+@piece
+def load_queries(queries, first_head, wide):
+    """Queries [h, dim] as right tiles wide[head tile, step, 16 pairs, 16 heads, 2], put at virtual head ``first_head``."""
+    heads, dim = queries.shape
+    for head in range(heads):
+        tile, lane = (first_head + head) // 16, (first_head + head) % 16
+        for pair in range(dim // 2):
+            wide[tile, pair // 16, pair % 16, lane, 0] = queries[head, 2 * pair]
+            wide[tile, pair // 16, pair % 16, lane, 1] = queries[head, 2 * pair + 1]
+        if dim % 2:
+            wide[tile, dim // 32, dim // 2 % 16, lane, 0] = queries[head, dim - 1]
+
+
+@piece
+def _logits_one(records, queries, scores, width, steps):
+    """64 tokens against 16 heads -> scores [64, 16]."""
+    tile_zero(0)
+    tile_zero(1)
+    tile_zero(2)
+    tile_zero(3)
+    down = np.uint64(16 * width)
+    for step in range(steps):
+        at = records + np.uint64(64 * step)
+        tile_load(7, queries + np.uint64(1024 * step), 64)
+        tile_load(4, at, width)
+        tile_dot(0, 4, 7)
+        tile_load(5, at + down, width)
+        tile_dot(1, 5, 7)
+        tile_load(6, at + down * np.uint64(2), width)
+        tile_dot(2, 6, 7)
+        tile_load(4, at + down * np.uint64(3), width)
+        tile_dot(3, 4, 7)
+    tile_store(0, scores, 64)
+    tile_store(1, scores + np.uint64(1024), 64)
+    tile_store(2, scores + np.uint64(2048), 64)
+    tile_store(3, scores + np.uint64(3072), 64)
+
+
+@piece
+def _logits_two(records, queries, scores, width, steps, stride):
+    """32 tokens against 32 heads -> scores [32, 32], rows of ``stride`` bytes."""
+    tile_zero(0)
+    tile_zero(1)
+    tile_zero(2)
+    tile_zero(3)
+    for step in range(steps):
+        at = records + np.uint64(64 * step)
+        tile_load(4, at, width)
+        tile_load(6, queries + np.uint64(1024 * step), 64)
+        tile_dot(0, 4, 6)
+        tile_load(5, at + np.uint64(16 * width), width)
+        tile_dot(1, 5, 6)
+        tile_load(7, queries + np.uint64(1024 * (steps + step)), 64)
+        tile_dot(2, 4, 7)
+        tile_dot(3, 5, 7)
+    down = np.uint64(16 * stride)
+    tile_store(0, scores, stride)
+    tile_store(1, scores + down, stride)
+    tile_store(2, scores + np.uint64(64), stride)
+    tile_store(3, scores + down + np.uint64(64), stride)
+
+
+@piece
+def _values_one(p, values, out, tokens, pitch, width):
+    """16 heads += p [16, tokens] @ values [tokens, 64]; ``out`` rows are ``width`` bytes."""
+    tile_load(0, out, width)
+    tile_load(1, out + np.uint64(64), width)
+    tile_load(2, out + np.uint64(128), width)
+    tile_load(3, out + np.uint64(192), width)
+    for step in range(tokens // 32):
+        at = values + np.uint64(4096 * step)
+        tile_load(4, p + np.uint64(64 * step), pitch)
+        tile_load(5, at, 256)
+        tile_dot(0, 4, 5)
+        tile_load(6, at + np.uint64(64), 256)
+        tile_dot(1, 4, 6)
+        tile_load(7, at + np.uint64(128), 256)
+        tile_dot(2, 4, 7)
+        tile_load(5, at + np.uint64(192), 256)
+        tile_dot(3, 4, 5)
+    tile_store(0, out, width)
+    tile_store(1, out + np.uint64(64), width)
+    tile_store(2, out + np.uint64(128), width)
+    tile_store(3, out + np.uint64(192), width)
+
+
+@piece
+def _values_two(p, values, out, tokens, pitch, width):
+    """32 heads += p [32, tokens] @ values [tokens, 32 of 64]."""
+    down, p_down = np.uint64(16 * width), np.uint64(16 * pitch)
+    tile_load(0, out, width)
+    tile_load(1, out + np.uint64(64), width)
+    tile_load(2, out + down, width)
+    tile_load(3, out + down + np.uint64(64), width)
+    for step in range(tokens // 32):
+        at = values + np.uint64(4096 * step)
+        tile_load(4, p + np.uint64(64 * step), pitch)
+        tile_load(6, at, 256)
+        tile_dot(0, 4, 6)
+        tile_load(7, at + np.uint64(64), 256)
+        tile_dot(1, 4, 7)
+        tile_load(5, p + p_down + np.uint64(64 * step), pitch)
+        tile_dot(2, 5, 6)
+        tile_dot(3, 5, 7)
+    tile_store(0, out, width)
+    tile_store(1, out + np.uint64(64), width)
+    tile_store(2, out + down, width)
+    tile_store(3, out + down + np.uint64(64), width)
+
+
+@piece
+def _gather_block(records, first, count, padded, kind, latent, rope, wide, staging):
+    """Decode records [first, first + count) of the address list, zeros up to ``padded``."""
+    width, lines = np.uint64(2 * wide.shape[1]), (latent + rope) * (2 if kind == BF16 else 1) // 64
+    to = wide.ctypes.data
+    for t in range(count):
+        if first + t + _AHEAD < records.shape[0]:
+            ahead = records[first + t + _AHEAD]
+            for line in range(lines):
+                prefetch(ahead + np.uint64(64 * line))
+        decode_record(records[first + t], kind, latent, rope, to, staging)
+        to += width
+    for t in range(count, padded):
+        for d in range(wide.shape[1]):
+            wide[t, d] = 0
+
+
+@piece
+def _logits(wide, queries, scores, padded):
+    """scores [padded, heads] of the decoded block."""
+    width, tiles, steps, stride = 2 * wide.shape[1], queries.shape[0], queries.shape[1], 4 * scores.shape[1]
+    record, query, score = wide.ctypes.data, queries.ctypes.data, scores.ctypes.data
+    if tiles == 1:
+        for t in range(0, padded, 64):
+            _logits_one(record + np.uint64(t * width), query, score + np.uint64(t * stride), width, steps)
+        return
+    for t in range(0, padded, 32):
+        for tile in range(0, tiles, 2):
+            _logits_two(
+                record + np.uint64(t * width), query + np.uint64(1024 * steps * tile), score + np.uint64(t * stride + 64 * tile),
+                width, steps, stride,
+            )  # fmt: skip
+
+
+@piece
+def _values(wide, pairs, p, totals, padded):
+    """totals [heads, latent] += p [heads, padded] @ the block's values, 64 columns at a time."""
+    width, pitch, tiles, row = np.uint64(2 * wide.shape[1]), 2 * p.shape[1], p.shape[0] // 16, 4 * totals.shape[1]
+    record, value, probability, total = wide.ctypes.data, pairs.ctypes.data, p.ctypes.data, totals.ctypes.data
+    for column in range(0, totals.shape[1], 64):
+        at, to = record + np.uint64(2 * column), value
+        for _ in range(0, padded, 2):
+            pair_rows(at, at + width, to)
+            at += width + width
+            to += np.uint64(256)
+        out = total + np.uint64(4 * column)
+        if tiles == 1:
+            _values_one(probability, value, out, padded, pitch, row)
+            continue
+        for tile in range(0, tiles, 2):
+            head, left = out + np.uint64(16 * tile * row), probability + np.uint64(16 * tile * pitch)
+            _values_two(left, value, head, padded, pitch, row)
+            _values_two(left, value + np.uint64(128), head + np.uint64(128), padded, pitch, row)
+
+
+@piece
+def attend(records, kind, latent, rope, scale, queries, masks, wide, pairs, scores, p, totals, state, staging):
+    """Attention of all virtual heads over the records at the addresses ``records``; ``totals`` and ``state`` hold the result.
+
+    masks [ids or 0, head tiles] u2: which heads attend an id; without rows every head attends every id
+    """
+    tiles, stride, pitch, ids = queries.shape[0], 4 * scores.shape[1], 2 * p.shape[1], records.shape[0]
+    masked, mask_stride = masks.shape[0] > 0, 2 * masks.shape[1]
+    for tile in range(tiles):
+        for lane in range(16):
+            state[tile, 0, lane], state[tile, 1, lane] = np.float32(-1e30), np.float32(0)
+    for head in range(totals.shape[0]):
+        for column in range(totals.shape[1]):
+            totals[head, column] = np.float32(0)
+    for first in range(0, ids, BLOCK):
+        count = min(BLOCK, ids - first)
+        padded = (count + 63) // 64 * 64
+        _gather_block(records, first, count, padded, kind, latent, rope, wide, staging)
+        _logits(wide, queries, scores, padded)
+        for t in range(count, padded):
+            for head in range(scores.shape[1]):
+                scores[t, head] = np.float32(LOW)
+        for tile in range(tiles):
+            at, out = scores.ctypes.data + np.uint64(64 * tile), p.ctypes.data + np.uint64(16 * tile * pitch)
+            held, mask = state[tile].ctypes.data, masks.ctypes.data + np.uint64(first * mask_stride + 2 * tile)
+            if masked:
+                rescale = softmax16_masked(at, stride, padded, scale, held, out, pitch, mask, mask_stride)
+            else:
+                rescale = softmax16(at, stride, padded, scale, held, out, pitch, mask, mask_stride)
+            if rescale:
+                for lane in range(16):
+                    scale_row(totals[16 * tile + lane].ctypes.data, state[tile, 2, lane], totals.shape[1])
+        _values(wide, pairs, p, totals, padded)
+
+
+@piece
+def finish_head(totals, state, head, factor, out):
+    """out [latent] = totals[head] * (factor / its row sum), columns in order. ``totals`` has room behind it for nothing more."""
+    latent, share = out.shape[0], factor / state[head // 16, 1, head % 16]
+    source, to = totals[head].ctypes.data, out.ctypes.data
+    for column in range(0, latent // 32 * 32, 32):
+        finish32(source + np.uint64(4 * column), share, to + np.uint64(4 * column))
+    if latent % 32:
+        last = latent // 32 * 32
+        for c in range(latent - last):
+            place = 4 * (c // 8) + c % 8 if c % 8 < 4 else 16 + 4 * (c // 8) + c % 8 - 4
+            out[last + c] = totals[head, last + place] * share
+
+
+@kernel(
+    "void(u1[:,::1], i4[:,::1], i4[::1], u2[:,:,::1], f4[:,:,::1], i8, i8, f4, f4, u8[::1], u2[:,:,:,:,::1], u2[:,::1], u2[:,::1],"
+    " u2[::1], f4[:,::1], u2[:,::1], f4[:,::1], f4[:,:,::1], u1[::1])"
+)
+def attend_rows(
+    history, ids, counts, query, context, kind, latent, scale, factor,
+    records, queries, masks, wide, pairs, scores, p, totals, state, staging,
+):  # fmt: skip
+    """Context [m, heads, latent] of rows with ids [m, topk], the first ``counts`` of each real; a row without any gives zeros."""
+    rope, base, pitch = query.shape[2] - latent, history.ctypes.data, history.shape[1]
+    tile_begin()
+    for row in range(ids.shape[0]):
+        count = counts[row]
+        if count == 0:
+            for head in range(context.shape[1]):
+                for column in range(latent):
+                    context[row, head, column] = np.float32(0)
+            continue
+        for j in range(count):
+            records[j] = base + np.uint64(ids[row, j]) * np.uint64(pitch)
+        load_queries(query[row], 0, queries)
+        attend(records[:count], kind, latent, rope, scale, queries, masks, wide, pairs, scores, p, totals, state, staging)
+        for head in range(context.shape[1]):
+            finish_head(totals, state, head, factor, context[row, head])
+    tile_end()

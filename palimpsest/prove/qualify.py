@@ -1,0 +1,181 @@
+"""The parent of a qualification: resolve the model, check it, start the ranks, gather what they found, write the evidence.
+
+The parent judges nothing. It forms the verdict from the ranks' cells by the algebra of ``gates.py``; ``verify`` forms it again from the files.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from palimpsest.core.errors import BadCheckpoint, BadConfig, RankError, Unsupported
+from palimpsest.core.geometry import Formats, Geometry
+from palimpsest.prove import record as facts
+from palimpsest.prove.assemble import assemble
+from palimpsest.prove.cases import PROFILES, Profile, profile
+from palimpsest.prove.evidence import EvidenceFolder, new_run_id, previous_digest, utc_stamp
+from palimpsest.prove.rank_setup import Job, Setup
+
+#: what a run without a model qualifies
+DEFAULT_PRESET = "tiny-k31"
+DEFAULT_RANKS = 4
+SEED = 20261201
+#: seconds a rank may stay in one phase, by profile: a bound against hangs, not a speed promise
+DEADLINES = {"small": 120.0, "wide": 600.0, "full": 3600.0}
+
+#: called with one JSON event of a rank
+Progress = Callable[[int, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to qualify.
+
+    model:  checkpoint folder, or None for a tiny one that is made and removed
+    layer:  0-based, or None for the first layer that runs an indexer
+    ranks:  None for the profile's own number (the tiny default uses 4)
+    environment: allow-listed values and one digest of it go into the record
+    """
+
+    model: Path | None = None
+    layer: int | None = None
+    profile: str = "small"
+    ranks: int | None = None
+    seed: int = SEED
+    engine: str = "portable"
+    evidence: Path = Path("evidence")
+    argv: tuple[str, ...] = ()
+    environment: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run found: ``record`` is record.json's value, ``flags`` the lines of flags.jsonl, ``folder`` the published evidence."""
+
+    record: dict[str, Any]
+    flags: list[dict[str, Any]]
+    folder: Path
+
+    @property
+    def passed(self) -> bool:
+        """Every gate passed. The recorded verdict can still be capped, by uncommitted source."""
+        return self.record["gates_verdict"] == "PASS"
+
+
+def qualify(request: Request, progress: Progress | None = None) -> Outcome:
+    """Run all cases in both arrangements on real rank processes and publish the evidence.
+
+    Raises UserError for what is wrong before anything ran (unknown profile, incomplete checkpoint, impossible ranks, full disk). A rank that dies or
+    hangs is published as a record with verdict ERROR and then raised as RankError.
+    """
+    started, stamp = time.monotonic_ns(), utc_stamp()
+    with ExitStack() as stack:
+        private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="palimpsest-qualify-")))
+        model = request.model if request.model is not None else _tiny(private)
+        setup = _setup(request, model, private)
+        folder = stack.enter_context(EvidenceFolder(request.evidence, new_run_id()))
+        log = folder.work / "log.txt"
+        log.touch()
+        failure: RankError | None = None
+        results: list[Any] = []
+        try:
+            results = _run(setup, log, progress)
+        except RankError as error:
+            failure = error
+        source = facts.source_facts()
+        tree, flags, certificates = assemble(
+            setup, results, run_id=folder.run_id, source=source, synthetic=request.model is None,
+            elapsed_ns=time.monotonic_ns() - started, failure=None if failure is None else str(failure),
+        )  # fmt: skip
+        environment, environment_digest = facts.environment_facts(request.environment or {})
+        tree |= {
+            "started_utc": stamp, "argv": list(request.argv), "cwd_rel": facts.relative_folder(Path(model)) if request.model else DEFAULT_PRESET,
+            "env": environment, "env_digest": environment_digest, "previous": previous_digest(request.evidence, setup.plans["alias"].digest),
+        }  # fmt: skip
+        published = _publish(folder, tree, flags, certificates)
+        if failure is not None:
+            failure.args = (f"{failure}; recorded in {published}",)
+            raise failure
+        return Outcome(tree, flags, published)
+
+
+def _tiny(private: Path) -> Path:
+    from palimpsest.checkpoint.make import make
+
+    return make(DEFAULT_PRESET, private / DEFAULT_PRESET)
+
+
+def _setup(request: Request, model: Path, private: Path) -> Setup:
+    """Everything that can be wrong without running: preflight, layer, sizes, plans."""
+    geometry, formats = examine(model)
+    layer = request.layer if request.layer is not None else geometry.full_layers[0]
+    sizes = choose_profile(request, geometry)
+    work = private / "ranks"
+    work.mkdir(mode=0o700)
+    job = Job(
+        model=str(model.resolve()), layer=layer, profile=sizes, seed=request.seed, engine=request.engine, formats=formats, workdir=str(work),
+        alone=True,
+    )  # fmt: skip
+    return Setup(job)
+
+
+def examine(model: Path) -> tuple[Geometry, Formats]:
+    """Geometry and stored formats of a checkpoint that passes preflight. Raises BadCheckpoint with the first finding."""
+    from palimpsest import recipes
+    from palimpsest.checkpoint.index import open_checkpoint
+    from palimpsest.checkpoint.preflight import WeightNames, preflight
+
+    checkpoint = open_checkpoint(model)
+    geometry = recipes.geometry_from_config(dict(checkpoint.config), checkpoint.root.name)
+    prefix = recipes.resolve_prefix(geometry, checkpoint.tensors)
+    names = WeightNames.of(
+        geometry, lambda g, n: recipes.attention_tensors(g, n, prefix), lambda g, n: recipes.forbidden_tensors(g, n, prefix)
+    )  # fmt: skip
+    report = preflight(checkpoint, geometry, names)
+    if report.errors:
+        raise BadCheckpoint(f"{model}: {len(report.errors)} preflight errors, the first is {report.errors[0]}; run: palimpsest preflight {model}")
+    if not geometry.full_layers:
+        raise Unsupported(f"{geometry.name} has no layer that selects by itself, so there is nothing to qualify")
+    return geometry, recipes.default_formats(geometry)
+
+
+def choose_profile(request: Request, geometry: Geometry) -> Profile:
+    """The profile at the wanted rank count. Raises BadConfig when it cannot hold the model."""
+    if request.profile not in PROFILES:
+        return profile(request.profile)
+    base = PROFILES[request.profile]
+    ranks = request.ranks if request.ranks is not None else min(base.ranks, DEFAULT_RANKS) if request.model is None else base.ranks
+    if ranks < 1 or ranks & (ranks - 1) or geometry.heads % ranks:
+        fitting = [n for n in (1, 2, 4, 8, 16, 32, 64) if geometry.heads % n == 0]
+        raise BadConfig(
+            f"{ranks} ranks do not fit the {geometry.heads} heads of {geometry.name}; use a power of two that divides them: "
+            f"--ranks {', '.join(map(str, fitting))}"
+        )
+    found = replace(base, ranks=ranks)
+    if geometry.indexer.topk > found.tokens // 4:
+        raise BadConfig(
+            f"top-k {geometry.indexer.topk} of {geometry.name} exceeds a quarter of the {found.tokens} tokens of profile {found.name}; "
+            "use --profile wide"
+        )
+    return found
+
+
+def _run(setup: Setup, log: Path, progress: Progress | None) -> list[Any]:
+    from palimpsest.ranks.spawn import spawn
+
+    deadline = DEADLINES[setup.profile.name]
+    ended = spawn(
+        setup.profile.ranks, "palimpsest.prove.rank_main:run_rank", setup.job.to_json(), deadline_s=deadline, log=log, on_event=progress
+    )  # fmt: skip
+    return [rank.value for rank in ended]
+
+
+def _publish(folder: EvidenceFolder, tree: dict[str, Any], flags: list[dict[str, Any]], certificates: list[dict[str, Any]]) -> Path:
+    folder.write_lines("flags.jsonl", flags)
+    folder.write_lines("ties.jsonl", certificates)
+    tree["flags"] = {"file": "flags.jsonl", "sha256": folder.digest("flags.jsonl"), "cells": len(flags)}
+    folder.write_lines("record.json", [tree])
+    return folder.publish()

@@ -1,0 +1,143 @@
+"""A qualification as a person reads it: verdict, claim, the case x gate matrix, where the bytes were, allocation, ties, times, where the evidence is.
+
+Works on the value of record.json and the lines of flags.jsonl; computes nothing that decides anything.
+"""
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from palimpsest.core.units import format_bytes, format_count
+
+WIDTH = 120
+_ORDER = ("PASS", "INCONCLUSIVE", "FAIL", "ERROR")
+_MARK = {"PASS": ".", "INCONCLUSIVE": "?", "FAIL": "F", "ERROR": "E"}
+_STYLE = {"PASS": "green", "INCONCLUSIVE": "yellow", "FAIL": "red", "ERROR": "bold red"}
+
+Tree = dict[str, Any]
+
+
+def console_of(stream: Any) -> Console:
+    """A console on ``stream``: its own width on a terminal, a fixed one elsewhere."""
+    return Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False, soft_wrap=False)
+
+
+def show(record: Tree, flags: list[Tree], folder: str) -> None:
+    """Print the report to stdout."""
+    console = console_of(sys.stdout)
+    _head(console, record)
+    console.print(_matrix(record, flags))
+    console.print(f"{_MARK['PASS']} pass   ? inconclusive   F fail   E error   blank: nothing to check there\n", style="dim")
+    _failures(console, flags)
+    if not record["failure"]:
+        _bytes(console, record)
+        _selection(console, record)
+    console.print(f"gates not in this version: {', '.join(record['gates_absent'])}", markup=False)
+    for text in record["non_claims"]:
+        console.print(text, style="dim", markup=False)
+    console.print(f"time {record['elapsed_ns']['total'] / 1e9:.1f} s; evidence {folder}", markup=False)
+    console.print(f"check it: palimpsest verify {folder}\n", markup=False)
+    console.print(headline(record), style=_STYLE[record["gates_verdict"]])
+
+
+def headline(record: Tree) -> str:
+    """The verdict in one line."""
+    gates = record["gates_verdict"]
+    if gates == "PASS" and record["verdict"] != gates:
+        return f"PASS (uncommitted source: recorded as {record['verdict']})"
+    return f"{gates}: {record['failure']}" if record["failure"] else gates
+
+
+def _head(console: Console, record: Tree) -> None:
+    limits, point = record["limits"], record["checkpoint"]
+    made = ", a synthetic checkpoint made for this run" if point["synthetic"] else ""
+    console.print(f"{point['name']} layer {point['layer']}{made}", style="bold", markup=False)
+    console.print(
+        f"profile {record['profile']}: {format_count(limits['tokens'])} tokens, {limits['rows']} rows, {limits['ranks']} ranks, page {limits['page']}; "
+        f"engine {record['engine']} ({record['numerics']['name']}); seed {record['seeds']['master']}",
+        markup=False,
+    )
+    sparse = record["sparse"]
+    console.print(f"sparse path executed on layers {sparse['layers']}, rows selecting: {sparse['rows_selecting']}", markup=False)
+    console.print(f"claim: {record['claim']}\n", markup=False)
+
+
+def _matrix(record: Tree, flags: list[Tree]) -> Table:
+    """Worst verdict over the ranks of each case and gate."""
+    gates = [g for g in record["gates"] if any(f["gate"] == g for f in flags)]
+    worst: dict[tuple[str, str], str] = {}
+    for f in flags:
+        key = f["case"], f["gate"]
+        worst[key] = max(worst.get(key, "PASS"), f["verdict"], key=_ORDER.index)
+    names = {"seal": "once, at the seal"} | {c["id"]: c["name"] for c in record["cases"]}
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("case", ""):
+        table.add_column(column, no_wrap=True)
+    for gate in gates:
+        table.add_column(gate, justify="center", no_wrap=True)
+    for case, name in names.items():
+        marks = [(worst.get((case, gate)), gate) for gate in gates]
+        table.add_row(case, escape(name), *(f"[{_STYLE[v]}]{_MARK[v]}[/]" if v else "" for v, _ in marks))
+    return table
+
+
+def _failures(console: Console, flags: list[Tree]) -> None:
+    """The first failures, worst first."""
+    bad = sorted((f for f in flags if f["verdict"] != "PASS"), key=lambda f: -_ORDER.index(f["verdict"]))
+    for f in bad[:12]:
+        console.print(f"{f['verdict']} {f['case']}/rank{f['rank']}/{f['gate']}: {f['first_failure']}", style=_STYLE[f["verdict"]], markup=False)
+    if len(bad) > 12:
+        console.print(f"... and {len(bad) - 12} more cells that did not pass; see flags.jsonl", markup=False)
+
+
+def _bytes(console: Console, record: Tree) -> None:
+    """Where the histories were, and both kinds of bytes in both arrangements."""
+    where, found = record["bytes"], record["allocation"]
+    table = Table(title="bytes of one rank", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("", "base (histories apart)", "alias (index history on the latent one)", "difference"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    rows = (
+        ("index history at offset", where["base_index_offset"], where["alias_index_offset"], None),
+        ("latent history at offset", where["alias_latent_offset"], where["alias_latent_offset"], None),
+        ("logical bytes", found["logical_base"], found["logical_alias"], found["logical_difference"]),
+        ("mapped bytes", sum(found["mapped_base"].values()), sum(found["mapped_alias"].values()), None),
+        ("proportional set size", found["pss_base"], found["pss_alias"], None),
+    )
+    for name, base, alias, difference in rows:
+        moved = base - alias if difference is None and "offset" not in name else difference
+        table.add_row(name, f"{base:,}", f"{alias:,}", "" if moved is None else f"{moved:,}")
+    console.print(table)
+    index, tokens = where["index_history"], record["limits"]["tokens"]
+    console.print(f"index history {index:,} B = {index // tokens} x {tokens:,} tokens ({format_bytes(index)}); saved exactly that\n", markup=False)
+
+
+def _selection(console: Console, record: Tree) -> None:
+    chosen, output = record["selection"], record["output"]
+    console.print(
+        f"selection: {chosen['rows_compared']:,} rows compared, {chosen['rows_changed']} changed, {chosen['exact_tie']} exact and "
+        f"{chosen['rounded_tie']} rounded ties certified; {chosen['exact_scores']:,} scores and {chosen['lattice_rows']:,} lattice rows checked "
+        "against exact arithmetic",
+        markup=False,
+    )
+    worst = output["worst_over_bound"]
+    shown = "none" if worst is None else f"{float.fromhex(worst):.3f}"
+    console.print(
+        f"output: {output['tail_rows']:,} rows equal the recorded tail; {output['oracle_coordinates']:,} coordinates within the oracle's bound, "
+        f"largest difference over bound {shown}",
+        markup=False,
+    )
+
+
+def show_verified(found: Any, folder: str) -> None:
+    """Print what ``verify`` derived."""
+    console = console_of(sys.stdout)
+    console.print(f"{folder}: run {found.run_id}, {found.cells} cells, {found.certificates} tie certificates replayed", markup=False)
+    console.print(f"plan {found.plan_digest}", markup=False)
+    console.print(f"gates not in this version: {', '.join(found.gates_absent)}", markup=False)
+    for text in found.failures[:12]:
+        console.print(text, style="red", markup=False)
+    capped = " (uncommitted source)" if found.verdict != found.gates_verdict else ""
+    console.print(f"verdict re-derived: {found.verdict}{capped}; all cells: {found.gates_verdict}", style=_STYLE[found.verdict])
