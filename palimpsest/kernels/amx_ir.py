@@ -52,6 +52,20 @@ def fma(b: ir.IRBuilder, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     return call(b, "llvm.fma.v16f32", F32X16, x, y, z)
 
 
+def transpose16(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """16 x 16 dwords."""
+    for width in (1, 2, 4, 8):
+        low = [x for at in range(0, 16, 2 * width) for base in (0, 16) for x in range(base + at, base + at + width)]
+        high = [x + width for x in low]
+        out = list(rows)
+        for i in range(16):
+            if not (i // width) & 1:
+                out[i] = shuffle(b, rows[i], rows[i + width], low)
+                out[i + width] = shuffle(b, rows[i], rows[i + width], high)
+        rows = out
+    return rows
+
+
 def count_lanes(b: ir.IRBuilder, mask: ir.Value) -> ir.Value:
     """Set lanes of a 16-lane mask as i64."""
     return b.zext(call(b, "llvm.ctpop.i16", I16, b.bitcast(mask, I16)), I64)

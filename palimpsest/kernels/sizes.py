@@ -131,3 +131,8 @@ def amx_attend_scratch(topk: int, heads: int, kv_lora: int, rope_dims: int) -> i
     block = AMX_ID_BLOCK * (2 * width + 2 * 64 + 4 * lanes) + 2 * lanes * AMX_ID_BLOCK
     used = 8 * topk + block + lanes * (2 * width + 4 * latent + 12) + 128 + 12 * 64
     return -(-used // 64) * 64
+
+
+def amx_linear_scratch(depth: int, columns: int, *, resident: bool = False) -> int:
+    """Scratch bytes of ``amx_linear.AmxProjection``: input rows as fp32, as two bf16 parts, packed; a weight tail; sums; the weight when resident."""
+    return ROW_TILE * depth * (4 + 4 + 4) + 64 * depth + 4096 + (2 * columns * depth if resident else 0) + 6 * 64

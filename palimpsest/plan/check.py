@@ -5,10 +5,12 @@ statement of the plan from the program and the places alone.
 """
 
 import itertools
+from collections import Counter
 
 from palimpsest.core.errors import BadConfig, PlanRefused
 from palimpsest.core.spec import KINDS, Program
 from palimpsest.plan.plan import Place, Plan
+from palimpsest.plan.links import check_handovers, lives_of
 from palimpsest.plan.replay import byte_range, clocks_of, replay, shared_bytes, unordered
 
 #: what a refusal of bytes tells the user to do
@@ -29,6 +31,7 @@ def check(program: Program, plan: Plan, *, index_bits: int = 64) -> None:
     _check_apart(plan)
     _check_index(plan, index_bits)
     _check_bytes(program, plan)
+    _check_pins(plan)
     _check_histories(program, plan)
     _check_claims(program, plan)
 
@@ -37,11 +40,11 @@ def _check_places(program: Program, plan: Plan) -> None:
     """Every buffer once, with its own size and alignment, in a segment that holds it."""
     names = [place.buffer for place in plan.places]
     wanted = {b.name: b for b in program.all_buffers}
-    for name in names:
+    for name, count in Counter(names).items():
         if name not in wanted:
             raise PlanRefused(f"the plan places {name}, which program {program.name} does not declare; plan this program again")
-        if names.count(name) > 1:
-            raise PlanRefused(f"the plan places {name} {names.count(name)} times; once is wanted")
+        if count > 1:
+            raise PlanRefused(f"the plan places {name} {count} times; once is wanted")
     missing = [name for name in wanted if name not in set(names)]
     if missing:
         raise PlanRefused(
@@ -115,19 +118,29 @@ def _check_bytes(program: Program, plan: Plan) -> None:
         raise PlanRefused(f"unsafe plan of {program.name}: {worst.text}{more}; {_REMEDY}")
 
 
+def _check_pins(plan: Plan) -> None:
+    """Every place somebody asked for is kept."""
+    at = {place.buffer: place.offset for place in plan.places}
+    for pin in plan.pins:
+        wanted = pin.offset + (at.get(pin.base, -1) if pin.base else 0)
+        if at.get(pin.buffer) != wanted:
+            behind = f" behind {pin.base}" if pin.base else ""
+            raise PlanRefused(f"{pin.buffer} is pinned to {pin.offset:,}{behind}, but the plan puts it at {at.get(pin.buffer)}")
+
+
 def _check_histories(program: Program, plan: Plan) -> None:
     """Histories that share bytes need a step of scope ``all`` between them when there are several ranks; ``off`` means apart."""
-    if len(program.histories) != 2:
-        return
-    one, two = (next(place for place in plan.places if place.buffer == name) for name in program.histories)
-    shared = shared_bytes(one, two)
-    if shared <= 0 or one.kind != "reusable" or two.kind != "reusable":
-        return
-    if plan.reuse == "off":
-        both = f"{one.buffer} {byte_range(one)} and {two.buffer} {byte_range(two)}"
-        raise PlanRefused(f"the plan says reuse off, but {both} share {shared:,} bytes")
-    if program.limits.ranks > 1:
-        _check_barrier(program, one, two)
+    at = {place.buffer: place for place in plan.places}
+    for early, late in zip(program.histories[::2], program.histories[1::2], strict=False):
+        one, two = at[early], at[late]
+        shared = shared_bytes(one, two)
+        if shared <= 0 or one.kind != "reusable" or two.kind != "reusable":
+            continue
+        if plan.reuse == "off":
+            both = f"{one.buffer} {byte_range(one)} and {two.buffer} {byte_range(two)}"
+            raise PlanRefused(f"the plan says reuse off, but {both} share {shared:,} bytes")
+        if program.limits.ranks > 1:
+            _check_barrier(program, one, two)
 
 
 def _check_barrier(program: Program, one: Place, two: Place) -> None:
@@ -139,7 +152,8 @@ def _check_barrier(program: Program, one: Place, two: Place) -> None:
 
     users: list[tuple[int, str]] = []
     for i, step in enumerate(program.steps):
-        users += [(i, name) for name in (one.buffer, two.buffer) if any(n == name for _, n in step.accesses())]
+        touched = {name for _, name in step.accesses()}
+        users += [(i, name) for name in (one.buffer, two.buffer) if name in touched]
     fences = [i for i, step in enumerate(program.steps) if step.scope == "all"]
     for i, a in users:
         for j, b in users:
@@ -153,17 +167,18 @@ def _check_barrier(program: Program, one: Place, two: Place) -> None:
 
 def _check_claims(program: Program, plan: Plan) -> None:
     """Everything else the plan says is what the program and the places imply."""
-    spans = _spans(program)
+    lives, end = lives_of(program), len(program.steps)
     for place in plan.places:
-        first, last = (_name(program, at) for at in spans[place.buffer]) if place.kind == "reusable" else ("start", "end")
-        if (place.first, place.last) != (first, last):
+        begin, last = (lives[place.buffer][0].first, lives[place.buffer][-1].last) if place.kind == "reusable" else (-1, end)
+        wanted = (_name(program, begin), _name(program, last), begin + 1, last + 1)
+        if (place.first, place.last, place.begin, place.end) != wanted:
             raise PlanRefused(
-                f"the plan says {place.buffer} lives from {place.first} to {place.last}; it lives from {first} to {last}"
+                f"the plan says {place.buffer} lives from {place.first} ({place.begin}) to {place.last} ({place.end}); it lives "
+                f"from {wanted[0]} ({wanted[2]}) to {wanted[1]} ({wanted[3]})"
             )
-    _check_overlaps(program, plan, spans)
+    check_handovers(program, plan, lives)
     bound = _live_peak(program)
-    single = len({step.queue for step in program.steps}) <= 1
-    if plan.lower_bound > plan.peak or (single and plan.lower_bound != bound):
+    if plan.lower_bound > plan.peak or plan.lower_bound != bound:
         raise PlanRefused(
             f"the plan states a lower bound of {plan.lower_bound:,} bytes and a peak of {plan.peak:,}; the steps give {bound:,}"
         )
@@ -175,46 +190,6 @@ def _check_claims(program: Program, plan: Plan) -> None:
     ):  # fmt: skip
         if found != right:
             raise PlanRefused(f"the plan was made for {what} {found}; this program has {right}; plan this program again")
-
-
-def _check_overlaps(program: Program, plan: Plan, spans: dict[str, tuple[int, int]]) -> None:
-    inside = sorted((p for p in plan.places if p.kind == "reusable"), key=lambda p: (spans[p.buffer][0], p.buffer))
-    actual = {}
-    for i, a in enumerate(inside):
-        for b in inside[i + 1 :]:
-            if shared_bytes(a, b) > 0:
-                begin = spans[b.buffer][0]
-                before = _name(program, max((p for p in _positions(program, a.buffer) if p < begin), default=-1))
-                order = f"{before} before {_name(program, begin)}"
-                actual[a.buffer, b.buffer] = (max(a.offset, b.offset), min(a.stop, b.stop), order)
-    declared = {(o.early, o.late): (o.start, o.stop, o.ordered_by) for o in plan.overlaps}
-    for pair in [*declared, *actual]:
-        if declared.get(pair) != actual.get(pair):
-            raise PlanRefused(
-                f"overlap of {pair[0]} and {pair[1]}: the plan declares {declared.get(pair, 'none')}, its places give "
-                f"{actual.get(pair, 'none')}"
-            )
-    if len(plan.overlaps) != len(declared):
-        raise PlanRefused(f"the plan declares {len(plan.overlaps)} overlaps but only {len(declared)} different pairs")
-
-
-def _positions(program: Program, name: str) -> list[int]:
-    """Step positions that touch a buffer; -1 for an input, the number of steps for an output."""
-    found = [-1] if name in program.inputs else []
-    found += [i for i, step in enumerate(program.steps) if any(n == name for _, n in step.accesses())]
-    return found + ([len(program.steps)] if name in program.outputs else [])
-
-
-def _spans(program: Program) -> dict[str, tuple[int, int]]:
-    found = {}
-    for buffer in program.all_buffers:
-        at = _positions(program, buffer.name)
-        if buffer.kind == "reusable" and not at:
-            raise PlanRefused(
-                f"program {program.name}: reusable buffer {buffer.name} is declared but no step touches it; remove it"
-            )
-        found[buffer.name] = (at[0], at[-1]) if at else (-1, len(program.steps))
-    return found
 
 
 def _name(program: Program, position: int) -> str:

@@ -7,6 +7,7 @@ accesses in every schedule: anything else is a race or a read of undefined bytes
 
 import itertools
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -86,6 +87,36 @@ class Lifetimes:
                 else:
                     return self._entangled(one, two)
         return None
+
+    def why(self, a: str, b: str) -> str:
+        """What is missing between the two accesses that ``clash`` found, in words."""
+        pair = self.clash(a, b)
+        if pair is None:
+            return "every schedule orders them"
+        low, high = sorted(pair)
+        if self.order.precedes(low, high) and self.fenced(a, b) and self._apart(a, b):
+            return f"no step that all {self.program.limits.ranks} ranks must reach lies between them"
+        return "the lives of the two interleave" if self.order.precedes(low, high) else "some schedule runs these two in either order"
+
+    def follows(self, a: str, b: str) -> bool:
+        """Whether ``a`` is over for good before ``b`` begins, in every schedule, with no barrier asked for between them."""
+        return not self.fenced(a, b) and self._before(a, len(self.ranges[a]) - 1, b, 0)
+
+    def sequence(self, names: Iterable[str]) -> list[tuple[int, str, int]]:
+        """The lives of buffers that may all share, in the order they begin: (first access, buffer, number of the life)."""
+        return sorted((life.first, name, i) for name in names for i, life in enumerate(self.ranges[name]))
+
+    def chained(self, one: list[tuple[int, str, int]], two: list[tuple[int, str, int]]) -> bool:
+        """Whether two sequences, each ordered in itself, are ordered together: neighbours suffice, the order is transitive."""
+        merged = sorted(one + two)
+        return all(a[1] == b[1] or self._before(a[1], a[2], b[1], b[2]) for a, b in itertools.pairwise(merged))
+
+    def _apart(self, a: str, b: str) -> bool:
+        return all(
+            self._before(a, i, b, j) or self._before(b, j, a, i)
+            for i in range(len(self.ranges[a]))
+            for j in range(len(self.ranges[b]))
+        )
 
     def fenced(self, a: str, b: str) -> bool:
         """Whether the two are a declared pair of histories on several ranks."""

@@ -7,6 +7,7 @@ that touch common bytes must also be ordered by vector clocks. Shares no code wi
 from dataclasses import dataclass
 
 from palimpsest.core.spec import Program, Step
+from palimpsest.plan.canvas import Canvas
 from palimpsest.plan.plan import Place, Plan
 
 
@@ -18,67 +19,47 @@ class Fault:
     text: str
 
 
-class Canvas:
-    """Who wrote each byte of the reusable segment last: disjoint spans (start, stop, owner, step)."""
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[int, int, Place, str]] = []
-
-    def paint(self, place: Place, step: str) -> None:
-        kept = []
-        for start, stop, owner, by in self.spans:
-            if start < place.offset:
-                kept.append((start, min(stop, place.offset), owner, by))
-            if stop > place.stop:
-                kept.append((max(start, place.stop), stop, owner, by))
-        kept = [span for span in kept if span[0] < span[1]]
-        self.spans = [*kept, (place.offset, place.stop, place, step)]
-
-    def fault(self, place: Place, step: str, access: str) -> Fault | None:
-        """What is wrong when ``step`` needs the bytes of ``place`` now, if anything."""
-        own = 0
-        foreign: dict[str, tuple[int, Place, str]] = {}
-        for start, stop, owner, by in self.spans:
-            size = min(stop, place.stop) - max(start, place.offset)
-            if size > 0 and owner.buffer == place.buffer:
-                own += size
-            elif size > 0:
-                foreign[owner.buffer] = (size + (foreign[owner.buffer][0] if owner.buffer in foreign else 0), owner, by)
-        if own == place.nbytes:
-            return None
-        if not foreign:
-            lost = place.nbytes - own
-            return Fault(
-                0,
-                f"step {step} {access}s {place.buffer} {byte_range(place)}, of which {lost:,} bytes were never written; "
-                f"write {place.buffer} first or name it among the program's inputs",
-            )
-        size, owner, by = max(foreign.values(), key=lambda item: item[0])
-        return Fault(
-            size,
-            f"step {step} {access}s {place.buffer} {byte_range(place)}, but step {by} wrote {owner.buffer} {byte_range(owner)} "
-            f"over it: {size:,} shared bytes are lost",
-        )
-
-
 def replay(program: Program, places: dict[str, Place]) -> list[Fault]:
     faults: list[Fault | None] = []
-    canvas = Canvas()
-    for name in program.inputs:
-        if name in places:
-            canvas.paint(places[name], "start")
-    for name in program.inputs:
-        if name in places:
-            faults.append(canvas.fault(places[name], "start", "fill"))
+    canvas: Canvas[tuple[Place, str]] = Canvas()
+    inputs = [places[name] for name in program.inputs if name in places]
+    for place in inputs:
+        canvas.paint(place.offset, place.stop, (place, "start"))
+    faults += [_needs(canvas, place, "start", "fill") for place in inputs]
     for step in program.steps:
         access = [(kind, places[name]) for kind, name in step.accesses() if name in places]
-        faults += [canvas.fault(place, step.name, kind) for kind, place in access if kind != "write"]
+        faults += [_needs(canvas, place, step.name, kind) for kind, place in access if kind != "write"]
         faults += _inside_one_step(step, [place for _, place in access])
         for kind, place in access:
             if kind == "write":
-                canvas.paint(place, step.name)
-    faults += [canvas.fault(places[name], "end", "return") for name in program.outputs if name in places]
+                canvas.paint(place.offset, place.stop, (place, step.name))
+    faults += [_needs(canvas, places[name], "end", "return") for name in program.outputs if name in places]
     return [fault for fault in faults if fault]
+
+
+def _needs(canvas: Canvas[tuple[Place, str]], place: Place, step: str, access: str) -> Fault | None:
+    """What is wrong when ``step`` needs the bytes of ``place`` now, if anything."""
+    own = 0
+    foreign: dict[str, tuple[int, Place, str]] = {}
+    for start, stop, (owner, by) in canvas.under(place.offset, place.stop):
+        if owner.buffer == place.buffer:
+            own += stop - start
+        else:
+            foreign[owner.buffer] = (stop - start + (foreign[owner.buffer][0] if owner.buffer in foreign else 0), owner, by)
+    if own == place.nbytes:
+        return None
+    if not foreign:
+        return Fault(
+            0,
+            f"step {step} {access}s {place.buffer} {byte_range(place)}, of which {place.nbytes - own:,} bytes were never written; "
+            f"write {place.buffer} first or name it among the program's inputs",
+        )
+    size, owner, by = max(foreign.values(), key=lambda item: item[0])
+    return Fault(
+        size,
+        f"step {step} {access}s {place.buffer} {byte_range(place)}, but step {by} wrote {owner.buffer} {byte_range(owner)} "
+        f"over it: {size:,} shared bytes are lost",
+    )
 
 
 def _inside_one_step(step: Step, places: list[Place]) -> list[Fault | None]:
@@ -111,34 +92,63 @@ def clocks_of(program: Program) -> list[dict[str, int]]:
     return clocks
 
 
+@dataclass(frozen=True)
+class Touch:
+    """One access: position of the step, kind, buffer."""
+
+    at: int
+    kind: str
+    buffer: str
+
+
 def unordered(program: Program, plan: Plan) -> list[Fault]:
-    """Pairs of accesses to common bytes, at least one of them a write, that some schedule may run in either order."""
+    """Pairs of accesses to common bytes, at least one of them a write, that some schedule may run in either order.
+
+    Every byte remembers, per queue, the last access and the last write: if that one is ordered before a step, so are all
+    earlier ones of its queue.
+    """
     if len({step.queue for step in program.steps}) < 2:
         return []
-    clocks, faults = clocks_of(program), []
+    clocks, faults = clocks_of(program), {}
     places = {place.buffer: place for place in plan.places}
+    cells = _cells(plan)
+    latest: dict[tuple[str, int], dict[str, Touch]] = {}
+    writers: dict[tuple[str, int], dict[str, Touch]] = {}
     for j, late in enumerate(program.steps):
-        for i, early in enumerate(program.steps[:j]):
-            if clocks[j].get(early.queue, 0) < clocks[i][early.queue]:
-                faults += _clashes(early, late, places)
-    return faults
+        for kind, name in late.accesses():
+            touch = Touch(j, kind, name)
+            for cell in cells[name]:
+                key = (places[name].kind, cell)
+                for seen in (latest.setdefault(key, {}), writers.setdefault(key, {})):
+                    for queue, old in seen.items():
+                        both_read = old.buffer == name and old.kind == kind == "read"
+                        if not both_read and old.at != j and clocks[j].get(queue, 0) < clocks[old.at][queue]:
+                            faults[old, touch] = _clash(program, places, old, touch)
+                latest[key][late.queue] = touch
+                if kind != "read":
+                    writers[key][late.queue] = touch
+    return list(faults.values())
 
 
-def _clashes(early: Step, late: Step, places: dict[str, Place]) -> list[Fault]:
-    """Common bytes of two unordered steps, unless both only read one buffer."""
-    faults = []
-    for kind_a, name_a in early.accesses():
-        for kind_b, name_b in late.accesses():
-            a, b = places[name_a], places[name_b]
-            shared = shared_bytes(a, b)
-            if shared <= 0 or a.kind != b.kind or (name_a == name_b and kind_a == kind_b == "read"):
-                continue
-            text = (
-                f"steps {early.name} and {late.name} may run at the same time; {early.name} {kind_a}s {name_a} {byte_range(a)}, "
-                f"{late.name} {kind_b}s {name_b} {byte_range(b)}, {shared:,} shared bytes; let one wait for the other (after)"
-            )
-            faults.append(Fault(shared, text))
-    return faults
+def _cells(plan: Plan) -> dict[str, range]:
+    """The bytes of each segment cut wherever a buffer begins or ends: buffer -> numbers of its pieces."""
+    found = {}
+    for segment in plan.segments:
+        inside = [place for place in plan.places if place.kind == segment.kind]
+        edges = sorted({edge for place in inside for edge in (place.offset, place.stop)})
+        at = {edge: i for i, edge in enumerate(edges)}
+        found |= {place.buffer: range(at[place.offset], at[place.stop]) for place in inside}
+    return found
+
+
+def _clash(program: Program, places: dict[str, Place], old: Touch, new: Touch) -> Fault:
+    a, b = places[old.buffer], places[new.buffer]
+    early, late, shared = program.steps[old.at].name, program.steps[new.at].name, shared_bytes(a, b)
+    return Fault(
+        shared,
+        f"steps {early} and {late} may run at the same time; {early} {old.kind}s {a.buffer} {byte_range(a)}, "
+        f"{late} {new.kind}s {b.buffer} {byte_range(b)}, {shared:,} shared bytes; let one wait for the other (after)",
+    )
 
 
 def shared_bytes(a: Place, b: Place) -> int:

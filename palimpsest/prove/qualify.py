@@ -92,7 +92,7 @@ def qualify(request: Request, progress: Progress | None = None) -> Outcome:
         )  # fmt: skip
         environment, environment_digest = facts.environment_facts(request.environment or {})
         tree |= {
-            "started_utc": stamp, "argv": list(request.argv), "cwd_rel": facts.relative_folder(Path(model)) if request.model else DEFAULT_PRESET,
+            "started_utc": stamp, "argv": [_relative(word) for word in request.argv], "cwd_rel": ".",
             "env": environment, "env_digest": environment_digest, "previous": previous_digest(request.evidence, setup.plans["alias"].digest),
         }  # fmt: skip
         published = _publish(folder, tree, flags, certificates)
@@ -100,6 +100,11 @@ def qualify(request: Request, progress: Progress | None = None) -> Outcome:
             failure.args = (f"{failure}; recorded in {published}",)
             raise failure
         return Outcome(tree, flags, published)
+
+
+def _relative(word: str) -> str:
+    """A word of the command line; an absolute path loses what lies above the working directory."""
+    return facts.relative_folder(Path(word)) if word.startswith("/") else word
 
 
 def _tiny(private: Path) -> Path:

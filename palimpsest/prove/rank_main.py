@@ -8,7 +8,7 @@ one queue are replayed without a judgement between them. Ranks share small facts
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from palimpsest.kernels.call import TORCH_DTYPES
+from palimpsest.kernels.call import TORCH_DTYPES, Implementation
 from palimpsest.prove import fill, gates_output, gates_pairs, gates_select, gates_storage
 from palimpsest.prove.capture import Observation, Watch, raw, whole_digest
 from palimpsest.prove.cases import Case, Replay, audited_rows, rank_rows
@@ -30,12 +30,15 @@ from palimpsest.prove.rank_setup import Job, Setup
 from palimpsest.prove.scores import ScoreLog
 from palimpsest.prove.tail import Tail
 from palimpsest.ranks.comm import Comm
+from palimpsest.run.bind import default_implementations
 from palimpsest.run.execute import Session, prepare
 from palimpsest.run.guards import SlackCanaries
 from palimpsest.run.meters import Mapped, Reading, arena_mappings, meter
 from palimpsest.run.poison import poison
 
 Emit = Callable[[Any], None]
+#: (arrangement, op -> implementation) -> what to bind instead
+Alter = Callable[[str, dict[str, Implementation]], Mapping[str, Implementation]]
 
 
 def run_rank(comm: Comm, config: dict[str, Any], emit: Emit) -> dict[str, Any]:
@@ -94,10 +97,13 @@ class Facts:
 
 
 class Qualifier:
-    """The run of one rank."""
+    """The run of one rank.
 
-    def __init__(self, comm: Comm, setup: Setup, emit: Emit):
-        self.comm, self.setup, self.emit, self.rank = comm, setup, emit, comm.rank
+    alter: changes the implementations before they are bound; how a test shows that a gate can fail
+    """
+
+    def __init__(self, comm: Comm, setup: Setup, emit: Emit, *, alter: Alter | None = None):
+        self.comm, self.setup, self.emit, self.rank, self.alter = comm, setup, emit, comm.rank, alter
         self.folder = Path(setup.job.workdir)
         self.facts, self.certificates = Facts(), []  # type: ignore[var-annotated]
         self.sheets = {SEAL: Sheet(SEAL, self.rank)} | {case.id: Sheet(case.id, self.rank) for case in setup.cases}
@@ -130,7 +136,10 @@ class Qualifier:
     def _prepare(self, name: str) -> Stage:
         comm, setup = self.comm, self.setup
         self.emit({"arrangement": name, "case": SEAL, "phase": "prepare"})
-        session = prepare(setup.program, setup.plans[name], comm=comm, fill=setup.filler(), engine=setup.job.engine)
+        bound = self.alter(name, default_implementations(setup.program, setup.job.engine)) if self.alter else None
+        session = prepare(
+            setup.program, setup.plans[name], comm=comm, fill=setup.filler(), engine=setup.job.engine, implementations=bound
+        )  # fmt: skip
         arena = session.arena
         mappings = arena_mappings(arena)
         self.facts.requested[name] = arena.logical_bytes
@@ -381,4 +390,4 @@ class Qualifier:
         record = setup.record_bytes["index_cache"]
         gates_storage.saving(sheet, setup.plans["base"], setup.plans["alias"], requested=self.facts.requested, record=record)
         self.facts.mapped = gates_storage.mapped_bytes(sheet, mappings, setup.plans)
-        self.facts.lint_files = gates_storage.lint(sheet, Path(__file__).resolve().parent)
+        self.facts.lint_files = gates_storage.lint(sheet, Path(__file__).resolve().parent, self.rank, self.comm.size)

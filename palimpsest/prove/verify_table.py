@@ -96,22 +96,24 @@ class Table:
         """(case, rank, gate) -> units that must have been checked. Gates with nothing to check in a case have no cell there."""
         found: dict[tuple[str, int, str], int] = {}
         for rank in range(self.w):
-            for gate, units in self._seal().items():
-                found[_SEAL, rank, gate] = units
+            for gate, units in self._seal(rank).items():
+                if units:
+                    found[_SEAL, rank, gate] = units
             for case in self.record["cases"]:
                 units = {gate: n for gate, n in self._case(case, rank).items() if n}
                 units["V1"] = len(units)
                 found |= {(case["id"], rank, gate): n for gate, n in units.items()}
         return found
 
-    def _seal(self) -> dict[str, int]:
+    def _seal(self, rank: int) -> dict[str, int]:
         pairs, segments = 0, 0
         for plan in self.record["plan"].values():
             segments += len(plan["segments"])
             for kind in plan["segments"]:
                 n = sum(view["segment"] == kind for view in plan["views"].values())
                 pairs += n * (n - 1) // 2
-        return {"S1": self.views, "S2": self.views, "S3": pairs, "A1": 2, "A2": segments + 1, "V5": _whole(self.record["lint"], "files")}
+        files = len(range(rank, _whole(self.record["lint"], "files"), self.w))
+        return {"S1": self.views, "S2": self.views, "S3": pairs, "A1": 2, "A2": segments + 1, "V5": files}
 
     def _case(self, case: dict[str, Any], rank: int) -> dict[str, int]:
         steps = case["steps"]

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from palimpsest.core.errors import BadConfig
 from palimpsest.ranks.board import FileBoard, StoreBoard
-from palimpsest.ranks.watch import Log, OnEvent, Watch
+from palimpsest.ranks.watch import Log, OnEvent, Watch, process_stat
 
 if TYPE_CHECKING:
     from palimpsest.ranks.torchdist import TorchComm
@@ -133,15 +134,26 @@ def _stop(template: "subprocess.Popen[bytes]", watch: Watch) -> None:
     with contextlib.suppress(BrokenPipeError):
         template.stdin.close()
     until = time.monotonic() + 8.0
-    while watch.drain(0.1) and time.monotonic() < until and template.poll() is None:
-        pass
-    if template.poll() is None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            template.wait(1.0)
-    template.kill()
+    while process_stat(template.pid)[0] not in "Z?" and time.monotonic() < until:
+        watch.drain(0.1)
+    os.kill(template.pid, signal.SIGKILL)  # not yet waited for, so the id is still its own
+    _sweep(template.pid)
     template.wait()
     watch.drain(0.0)
     template.stdout.close()
+
+
+def _sweep(session: int) -> None:
+    """End what is left in the template's session: nothing after a normal end, what ranks had started after its sudden death."""
+    for _ in range(10):
+        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) != session]
+        left = [pid for pid in pids if process_stat(pid)[3] == str(session) and process_stat(pid)[0] not in "ZX"]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def _close_all(descriptors: list[int]) -> None:

@@ -219,18 +219,18 @@ class Watch:
         return time.monotonic() - since > self._limit(record) + _SLACK_S
 
     def _stopped(self) -> list[int]:
-        return [rank for rank, pid in enumerate(self.pids) if rank not in self._exits and _state(pid) in "Tt"]
+        return [rank for rank, pid in enumerate(self.pids) if rank not in self._exits and process_stat(pid)[0] in "Tt"]
 
     def _phase(self, rank: int) -> str:
         return self._board.read(rank).phase
 
 
-def _state(pid: int) -> str:
-    """The kernel's one-letter process state, ``?`` when the process is gone."""
+def process_stat(pid: int) -> list[str]:
+    """State letter, parent, group and session of a process, from the kernel; ``?`` when it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
     except OSError:
-        return "?"
+        return ["?"] * 4
 
 
 def _death(status: int) -> str:

@@ -32,7 +32,8 @@ def geometry(
     indexer = Indexer(index_heads, 8, TOPK, index_rope, 4, 1e-6, hadamard=hadamard)
     return Geometry(
         family="test", name="m0", hidden=32, layers=1, heads=heads, q_lora=24, kv_lora=latent, nope=8,
-        rope=Rope(rope, 4), v_dim=8, softmax_scale=0.3, latent_norm_eps=1e-6, output_gate=True, indexer=indexer, schedule=("full",), max_context=TOKENS,
+        rope=Rope(rope, 4), v_dim=8, softmax_scale=0.3, latent_norm_eps=1e-6, output_gate=True, indexer=indexer,
+        schedule=("full",), max_context=TOKENS,
     )  # fmt: skip
 
 

@@ -155,8 +155,8 @@ def test_the_template_killed_ends_the_run(real) -> None:
     pids = []
 
     def on_event(rank: int, event: dict) -> None:
-        pids.append(event["pid"])
-        if len(pids) == 2:
+        pids.extend([event["pid"], event["helper"]])
+        if len(pids) == 4:
             os.kill(psutil.Process(event["pid"]).ppid(), signal.SIGKILL)
 
     with pytest.raises(RankError, match="the process that starts the ranks ended first"):

@@ -1,10 +1,15 @@
 """Score the rows of this rank's slice against every visible key and keep the top-k, tile by tile."""
 
 from palimpsest.core.contract import OpContract, Operand
+from palimpsest.kernels import sizes
 from palimpsest.kernels.sizes import KEY_TILE, SELECT_ROWS, decode_scratch
 
 
-def _scratch(topk: int, heads: int, dim: int, format: str, **_: object) -> int:
+def _scratch(topk: int, heads: int, dim: int, format: str, engine: str = "portable", threads: int = 1, **_: object) -> int:
+    if engine in sizes.AMX_ENGINES and sizes.amx_selects(format, dim):
+        return threads * sizes.amx_select_scratch(topk, heads, dim)
+    if engine == "avx" and format == "fp8":
+        return threads * sizes.avx_select_scratch(topk, heads, dim)
     keys = KEY_TILE * (8 * dim + 8)
     queries = SELECT_ROWS * heads * (8 * dim + 8)
     scores = KEY_TILE * (8 * heads + 8 + 4 + 4 + 4 + 8 + 1)
@@ -23,7 +28,7 @@ CONTRACT = OpContract(
         Operand("local_ids", "write", "[slice,topk] i32, ascending, padded with -1"),
         Operand("local_counts", "write", "counts [slice] i32; nans [slice] i32: visible scores that were NaN (ranked as -inf)"),
     ),
-    params=("topk", "heads", "dim", "format", "ranks"),
+    params=("topk", "heads", "dim", "format", "ranks", "engine", "threads"),
     scratch=_scratch,
     exact="the selected set under score descending, then token id ascending; -0 equals +0; NaN counts as -inf",
 )

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from palimpsest.kernels.amx_decode import to_bf16
 from palimpsest.kernels.amx_ir import (
-    ADDRESS, F32, F32X16, I1X16, I16, I32, I32X16, I64, call, const, fma, load, offset, shuffle, splat, store, value, void,
+    ADDRESS, F32, F32X16, I1X16, I16, I32, I32X16, I64, call, const, fma, load, offset, shuffle, splat, store, transpose16, value, void,
 )  # fmt: skip
 
 #: below every score that can occur, and finite, so that differences are too
@@ -37,20 +37,6 @@ def exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     # the instruction itself, because fptosi of a NaN is undefined: it gives 1 << 31, which the shift turns into 0
     shift = call(b, "llvm.x86.avx512.mask.cvttps2dq.512", I32X16, whole, const(I32X16, 0), ir.Constant(I16, 0xFFFF), I32(4))
     return b.bitcast(b.add(b.bitcast(power, I32X16), b.shl(shift, const(I32X16, 23))), F32X16)
-
-
-def _transpose(b: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """16 x 16 dwords."""
-    for width in (1, 2, 4, 8):
-        low = [x for at in range(0, 16, 2 * width) for base in (0, 16) for x in range(base + at, base + at + width)]
-        high = [x + width for x in low]
-        out = list(rows)
-        for i in range(16):
-            if not (i // width) & 1:
-                out[i] = shuffle(b, rows[i], rows[i + width], low)
-                out[i + width] = shuffle(b, rows[i], rows[i + width], high)
-        rows = out
-    return rows
 
 
 def _larger(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -102,7 +88,7 @@ def _probabilities(b: ir.IRBuilder, block: _Block, tokens: ir.Value, scale: ir.V
                 sums = b.fadd(sums, b.bitcast(bits[j], F32X16))
             rows.append(b.or_(b.lshr(bits[0], const(I32X16, 16)), bits[1]))
         b.store(sums, total)
-        for head, row in enumerate(_transpose(b, rows)):
+        for head, row in enumerate(transpose16(b, rows)):
             store(b, row, b.add(b.add(out, b.mul(pitch, I64(head))), b.shl(loop.index, I64(6))), 64)
     return b.load(total)
 

@@ -2,6 +2,7 @@
 
 from palimpsest.core.contract import OpContract, Operand
 from palimpsest.core.units import align_up
+from palimpsest.kernels import sizes
 from palimpsest.kernels.sizes import HEAD_TILE, ID_BLOCK, decode_scratch
 
 
