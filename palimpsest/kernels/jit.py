@@ -19,6 +19,8 @@ from numba.extending import register_jitable
 
 #: a piece of a kernel: inlined into the kernels that call it, never compiled alone
 piece = register_jitable
+#: a piece whose products are exact: whether the target fuses its multiplications and additions changes no bit
+exact_products = register_jitable(fastmath={"contract"})
 
 
 def source_stamp() -> str:

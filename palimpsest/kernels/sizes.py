@@ -59,6 +59,8 @@ def decode_scratch(elements: int) -> int:
     return 256 * (1 + 8 + 4) + 4 * elements + 4 * 64
 
 
+#: engines whose arithmetic is AMX's
+AMX_ENGINES = ("amx", "amx-union")
 #: tokens scored at once by the amx and avx engines; their bits do not depend on it
 AMX_KEY_TILE = 1024
 #: most query rows whose selection state the amx and avx engines hold at once, and the scratch they aim at with it
@@ -136,3 +138,32 @@ def amx_attend_scratch(topk: int, heads: int, kv_lora: int, rope_dims: int) -> i
 def amx_linear_scratch(depth: int, columns: int, *, resident: bool = False) -> int:
     """Scratch bytes of ``amx_linear.AmxProjection``: input rows as fp32, as two bf16 parts, packed; a weight tail; sums; the weight when resident."""
     return ROW_TILE * depth * (4 + 4 + 4) + 64 * depth + 4096 + (2 * columns * depth if resident else 0) + 6 * 64
+
+
+def even(count: int) -> int:
+    """Index heads of the avx engine: whole pairs."""
+    return -(-count // 2) * 2
+
+
+def avx_dim(dim: int) -> int:
+    """Index dims of the avx engine: whole steps of 8."""
+    return -(-dim // 8) * 8
+
+
+def _avx_row(topk: int, heads: int, dim: int) -> int:
+    return even(heads) * (4 * avx_dim(dim) + 4) + 8 * fast_capacity(topk) + 8 + 4 + 8
+
+
+def _avx_select_shared(topk: int, dim: int) -> int:
+    return AMX_KEY_TILE * (4 * avx_dim(dim) + 4 + 4 * SELECT_ROWS) + 4 * (256 + 512 + 16) + 16 * fast_capacity(topk) + 16 * 64
+
+
+def avx_select_rows(topk: int, heads: int, dim: int) -> int:
+    """Query rows of one group of the avx engine; see ``amx_select_rows``."""
+    return max(1, min(FAST_SELECT_ROWS, (FAST_SELECT_BYTES - _avx_select_shared(topk, dim)) // _avx_row(topk, heads, dim)))
+
+
+def avx_select_scratch(topk: int, heads: int, dim: int) -> int:
+    """Scratch bytes of one thread of index_select, avx engine; a multiple of 64."""
+    used = avx_select_rows(topk, heads, dim) * _avx_row(topk, heads, dim) + _avx_select_shared(topk, dim)
+    return -(-used // 64) * 64

@@ -41,7 +41,7 @@ def _chains(lifetimes: Lifetimes, early: tuple[str, LiveRange], late: tuple[str,
     for a in one.accesses:
         last[order.queue[a] if START < a < order.end else -1] = a
     ends = [a for queue, a in last.items() if queue >= 0] or [START]
-    if not all(order.precedes(a, two.first) for a in ends):
+    if one.last >= two.first or not all(order.precedes(a, two.first) for a in ends):
         return ()
     fence = lifetimes.fence_between(one, two) if lifetimes.fenced(early[0], late[0]) else None
     chains = []

@@ -173,8 +173,8 @@ def _check_claims(program: Program, plan: Plan) -> None:
         wanted = (_name(program, begin), _name(program, last), begin + 1, last + 1)
         if (place.first, place.last, place.begin, place.end) != wanted:
             raise PlanRefused(
-                f"the plan says {place.buffer} lives from {place.first} ({place.begin}) to {place.last} ({place.end}); it lives "
-                f"from {wanted[0]} ({wanted[2]}) to {wanted[1]} ({wanted[3]})"
+                f"the plan says {place.buffer} lives from {place.first} to {place.last}; it lives from {wanted[0]} to {wanted[1]}, steps "
+                f"{wanted[2]} to {wanted[3]}, not {place.begin} to {place.end}"
             )
     check_handovers(program, plan, lives)
     bound = _live_peak(program)

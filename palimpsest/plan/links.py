@@ -3,6 +3,7 @@
 Follows links only, and shares no code with the module that wrote them.
 """
 
+import itertools
 from dataclasses import dataclass
 
 from palimpsest.core.errors import PlanRefused
@@ -61,6 +62,7 @@ def check_handovers(program: Program, plan: Plan, lives: dict[str, tuple[Life, .
         if key in given:
             raise PlanRefused(f"the plan hands over bytes from {handover.early} to {handover.late} at {born!r} twice")
         given[key] = handover
+    at = {step.name: i for i, step in enumerate(program.steps)}
     for early, late, start, stop, one, two in _actual(plan, lives):
         born = program.steps[two.first].name if two.first >= 0 else "start"
         found = given.pop((early, late, f"{born}/{start}"), None)
@@ -69,7 +71,7 @@ def check_handovers(program: Program, plan: Plan, lives: dict[str, tuple[Life, .
                 f"overlap of {early} and {late}: {late} takes bytes [{start:,}, {stop:,}) over at step {born}, and the plan has no "
                 f"certificate of it; plan this program again"
             )
-        _follow(program, found, one, two)
+        _follow(program, at, found, (one, two))
     if given:
         early, late, _ = min(given)
         raise PlanRefused(f"overlap of {early} and {late}: the plan has a certificate, but its places give no such hand-over")
@@ -94,24 +96,23 @@ def _actual(plan: Plan, lives: dict[str, tuple[Life, ...]]) -> list[tuple[str, s
     return found
 
 
-def _follow(program: Program, handover: Handover, one: Life, two: Life) -> None:
-    """Each chain leads from the last use of ``one`` in its queue to the first write of ``two``, link by link."""
-    ends = {at for queue, at in one.ends if queue}
-    wanted = {program.steps[at].name if at < len(program.steps) else "end" for at in ends} or {"start"}
-    if {chain[0] for chain in handover.chains if chain} != wanted or len(handover.chains) != len(wanted):
+def _follow(program: Program, at: dict[str, int], handover: Handover, lives: tuple[Life, Life]) -> None:
+    """Each chain leads from the last use of one life in its queue to the first write of the other, link by link."""
+    (one, two), pair = lives, f"overlap of {handover.early} and {handover.late}"
+    if one.last >= two.first:
+        raise PlanRefused(f"{pair}: {handover.late} is written before {handover.early} is used for the last time")
+    wanted = sorted(program.steps[position].name for queue, position in one.ends if queue) or ["start"]
+    if sorted(chain[0] for chain in handover.chains if chain) != wanted or len(handover.chains) != len(wanted):
         raise PlanRefused(
-            f"overlap of {handover.early} and {handover.late}: its chains begin at {[c[:1] for c in handover.chains]}, the last uses of "
-            f"{handover.early} are {sorted(wanted)}"
+            f"{pair}: its chains begin at {[list(c[:1]) for c in handover.chains]}, the last uses of {handover.early} are {wanted}; "
+            f"steps without a chain may run at the same time as {program.steps[two.first].name}"
         )
-    at = {step.name: i for i, step in enumerate(program.steps)}
     for chain in handover.chains:
         if chain[-1] != program.steps[two.first].name:
-            raise PlanRefused(f"overlap of {handover.early} and {handover.late}: a chain ends at {chain[-1]}, not at the first write")
-        for a, b in zip(chain, chain[1:], strict=False):
-            if a == "start" and a not in at:
+            raise PlanRefused(f"{pair}: a chain ends at {chain[-1]}, not at {program.steps[two.first].name}")
+        for a, b in itertools.pairwise(chain):
+            if a == "start" and b in at and chain[0] == a and wanted == ["start"]:
                 continue
             linked = a in at and b in at and at[a] < at[b]
             if not linked or not (program.steps[at[a]].queue == program.steps[at[b]].queue or a in program.steps[at[b]].after):
-                raise PlanRefused(
-                    f"overlap of {handover.early} and {handover.late}: nothing orders step {a} before step {b}, a link of its certificate"
-                )
+                raise PlanRefused(f"{pair}: nothing orders step {a} before step {b}, a link of its certificate")

@@ -18,7 +18,7 @@ from palimpsest.core.spec import Limits
 from palimpsest.plan.check import check
 from palimpsest.plan.lifetime import Lifetimes
 from palimpsest.plan.place import assemble, place
-from palimpsest.plan.plan import Overlap, Segment
+from palimpsest.plan.plan import Handover, Pin, Segment
 
 
 def move(plan, name, **changes):
@@ -111,17 +111,24 @@ def test_planted_segment_faults_are_refused():
 
 def test_planted_claims_are_refused():
     plan = place(SIMPLE)
-    (pair,) = plan.overlaps
+    (pair,) = plan.handovers
+    assert (pair.early, pair.late, pair.chains) == ("a", "b", (("s1", "s2"),))
     edits = [
         (),
-        (pair, pair),
         (dataclasses.replace(pair, stop=31),),
-        (dataclasses.replace(pair, ordered_by="hope"),),
-        (pair, Overlap("a", "w", 0, 1, "x")),
-        (Overlap("b", "a", pair.start, pair.stop, pair.ordered_by),),
+        (dataclasses.replace(pair, chains=()),),
+        (dataclasses.replace(pair, chains=(("hope", "s2"),)),),
+        (dataclasses.replace(pair, chains=(("s0", "s2"),)),),
+        (dataclasses.replace(pair, chains=(("s1", "s3", "s2"),)),),
+        (dataclasses.replace(pair, chains=(("s1", "s2"), ("s1", "s2"))),),
+        (pair, Handover("a", "w", 0, 1, (("s0", "s1"),))),
+        (Handover("b", "a", pair.start, pair.stop, pair.chains),),
     ]
     for edited in edits:
-        refused(SIMPLE, dataclasses.replace(plan, overlaps=edited), "overlap")
+        refused(SIMPLE, dataclasses.replace(plan, handovers=edited), "overlap")
+    refused(SIMPLE, dataclasses.replace(plan, handovers=(pair, pair)), "twice")
+    refused(SIMPLE, move(plan, "b", begin=4), "b lives from s2 to s3")
+    refused(SIMPLE, dataclasses.replace(plan, pins=(Pin("b", 16),)), "b is pinned to 16", "puts it at 0")
     for bound in (63, 65, 0):
         refused(SIMPLE, dataclasses.replace(plan, lower_bound=bound), "lower bound", "64")
 
@@ -246,8 +253,8 @@ def corruptions(plan, data):
         tree["segments"][-1]["nbytes"] -= data.draw(st.integers(1, 64))
     elif kind == "drop":
         del places[at]
-    elif kind == "overlap" and tree["overlaps"]:
-        pair = tree["overlaps"][data.draw(st.integers(0, len(tree["overlaps"]) - 1))]
+    elif kind == "overlap" and tree["handovers"]:
+        pair = tree["handovers"][data.draw(st.integers(0, len(tree["handovers"]) - 1))]
         pair[data.draw(st.sampled_from(["start", "stop"]))] += 1
     elif kind == "resize":
         places[at]["nbytes"] += data.draw(st.sampled_from([-1, 1]))
