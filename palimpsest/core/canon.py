@@ -12,6 +12,8 @@ from typing import Any
 
 def plain(value: Any) -> Any:
     """``value`` as dicts, lists, strings, integers, booleans and None. Raises TypeError for anything else."""
+    if value is None or type(value) in (str, int, bool):
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):

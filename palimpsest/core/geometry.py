@@ -59,6 +59,43 @@ class Indexer:
 
 
 @dataclass(frozen=True)
+class Kda:
+    """Linear attention of the ``linear`` layers: per head a [dim, dim] fp32 state, and short convolutions on q, k and v."""
+
+    heads: int
+    dim: int
+    conv_kernel: int
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a whole model has beside its sparse attention; a Geometry without one describes single layers only.
+
+    dense_layers:    the first layers whose MLP is dense, ``dense_inter`` wide; all others route over experts
+    moe_inter:       intermediate size of one routed expert; shared experts are one MLP of ``shared_experts * moe_inter``
+    expert_latent:   width the routed experts work in, 0 when it is the hidden size (K3: rows are projected down and up again)
+    residual_block:  layers per attention-residual block, 0 for a plain residual stream
+    expert_format:   how the checkpoint stores routed experts apart from ``block_fp8``: ``bf16`` or ``mxfp4``
+    next_layers:     next-token-prediction layers stored behind the last one; no step here uses them
+    """
+
+    vocab: int
+    dense_layers: int
+    dense_inter: int
+    moe_inter: int
+    experts: int
+    experts_per_token: int
+    shared_experts: int
+    expert_latent: int = 0
+    expert_latent_norm: bool = False
+    residual_block: int = 0
+    kda: Kda | None = None
+    expert_format: str = "bf16"
+    tied_embeddings: bool = False
+    next_layers: int = 0
+
+
+@dataclass(frozen=True)
 class Geometry:
     """One model.
 
@@ -67,6 +104,7 @@ class Geometry:
     latent_norm_eps: eps of the RMS norms on the query and key-value latents
     latent_scale: per-tensor scale of the plain fp8 latent record
     block_fp8: rows and columns of one weight-scale block, (0, 0) when weights are not block-quantised
+    body:      the rest of the model, None when the configuration does not carry it
     """
 
     family: str
@@ -88,6 +126,7 @@ class Geometry:
     latent_format: str = "fp8"
     latent_scale: float = 1.0
     block_fp8: tuple[int, int] = (0, 0)
+    body: Body | None = None
 
     @property
     def latent_dim(self) -> int:

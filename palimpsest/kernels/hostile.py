@@ -15,8 +15,8 @@ from palimpsest.kernels.call import TORCH_DTYPES, Chunk
 #: role -> plane name -> tensor, all of one rank's operands
 Planes = dict[str, dict[str, torch.Tensor]]
 
-#: bytes that read as NaN in every float format, as the largest ids, and as themselves
-POISON = 0xFF
+#: fills floats (NaN in every format) and raw records; and integers, where 0xFF would read as the padding id -1
+POISON, INTEGER_POISON = 0xFF, 0x7F
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,12 @@ class Draw:
         return torch.stack([angle.cos(), angle.sin()], 2).to(torch.float32)
 
 
-def poison(shape: tuple[int, ...], dtype: str, byte: int = POISON) -> torch.Tensor:
-    """A tensor every byte of which is ``byte``."""
+def poison(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """A tensor every byte of which is poison."""
     count = TORCH_DTYPES[dtype].itemsize
     for size in shape:
         count *= size
+    byte = INTEGER_POISON if dtype in ("i32", "i64") else POISON
     return torch.full((count,), byte, dtype=torch.uint8).view(TORCH_DTYPES[dtype]).view(shape)
 
 

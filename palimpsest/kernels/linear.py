@@ -5,13 +5,17 @@ with zero rows, weight columns cut at absolute multiples of ``COLUMN_TILE``. BLA
 the tile; ``probe_row_invariance`` checks exactly that on this machine, because no BLAS promises it."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from palimpsest.core.errors import Unavailable
-from palimpsest.kernels.call import TORCH_DTYPES, Scratch
-from palimpsest.kernels.sizes import COLUMN_TILE, ROW_TILE
+from palimpsest.kernels.call import TORCH_DTYPES, Call, Scratch
+from palimpsest.kernels.sizes import AMX_ENGINES, COLUMN_TILE, ROW_TILE
+
+if TYPE_CHECKING:
+    from palimpsest.kernels.amx_linear import AmxProjection
 
 #: (dtype, rows, depth, columns) of one GEMM ``[rows, depth] x [columns, depth].T``
 Gemm = tuple[str, int, int, int]
@@ -70,6 +74,17 @@ class Projection:
         # whether a sum of zeros is -0 is up to the BLAS; +0.0 makes it +0 everywhere
         np.add(tile.numpy(), np.float32(0), out=tile.numpy())
         out[:, first : first + width].copy_(tile)
+
+
+def make_projection(
+    call: Call, weight: torch.Tensor, depth: int, columns: int, *, resident: bool = False
+) -> "Projection | AmxProjection":
+    """The projection of the call's engine for weights like ``weight``, carved from the call's scratch."""
+    if call.params.get("engine") in AMX_ENGINES and weight.dtype == torch.bfloat16 and depth % 32 == 0:
+        from palimpsest.kernels.amx_linear import AmxProjection
+
+        return AmxProjection(call.scratch, depth, columns, resident=resident)
+    return Projection(call.scratch, depth, columns, resident=resident)
 
 
 def probe_row_invariance(shapes: Iterable[Gemm]) -> int:

@@ -19,12 +19,13 @@ ID_BLOCK = 64
 STAGING_BYTES = 8 << 20
 
 
-def linear_scratch(depth: int, columns: int, *, resident: bool = False) -> int:
+def linear_scratch(depth: int, columns: int, *, resident: bool = False, engine: str = "portable") -> int:
     """Scratch bytes of one tiled projection: fp32 input tile, weight tile (the whole weight when ``resident``) and output tile,
-    64-aligned.
+    64-aligned. With an AMX engine also what its own projection needs: which one runs depends on the weight's dtype.
     """
     tile = min(columns, COLUMN_TILE)
-    return 4 * (ROW_TILE * depth + depth * (columns if resident else tile) + ROW_TILE * tile) + 3 * 64
+    plain = 4 * (ROW_TILE * depth + depth * (columns if resident else tile) + ROW_TILE * tile) + 3 * 64
+    return max(plain, amx_linear_scratch(depth, columns, resident=resident)) if engine in AMX_ENGINES else plain
 
 
 def tile_scratch(*widths: int, itemsize: int = 4) -> int:
@@ -140,22 +141,27 @@ def amx_linear_scratch(depth: int, columns: int, *, resident: bool = False) -> i
     return ROW_TILE * depth * (4 + 4 + 4) + 64 * depth + 4096 + (2 * columns * depth if resident else 0) + 6 * 64
 
 
-def even(count: int) -> int:
-    """Index heads of the avx engine: whole pairs."""
-    return -(-count // 2) * 2
+def avx_heads(heads: int) -> int:
+    """Index heads of the avx engine: whole fours."""
+    return -(-heads // 4) * 4
 
 
 def avx_dim(dim: int) -> int:
-    """Index dims of the avx engine: whole steps of 8."""
-    return -(-dim // 8) * 8
+    """Index dims of the avx engine: whole fours."""
+    return -(-dim // 4) * 4
 
 
 def _avx_row(topk: int, heads: int, dim: int) -> int:
-    return even(heads) * (4 * avx_dim(dim) + 4) + 8 * fast_capacity(topk) + 8 + 4 + 8
+    return avx_heads(heads) * (4 * avx_dim(dim) + 4) + 8 * fast_capacity(topk) + 8 + 4 + 8
 
 
 def _avx_select_shared(topk: int, dim: int) -> int:
-    return AMX_KEY_TILE * (4 * avx_dim(dim) + 4 + 4 * SELECT_ROWS) + 4 * (256 + 512 + 16) + 16 * fast_capacity(topk) + 16 * 64
+    return (
+        AMX_KEY_TILE * (4 * avx_dim(dim) + 4 + 4 * SELECT_ROWS)
+        + 4 * (256 + 64 + 4 * 512 + 16)
+        + 16 * fast_capacity(topk)
+        + 16 * 64
+    )
 
 
 def avx_select_rows(topk: int, heads: int, dim: int) -> int:
@@ -167,3 +173,25 @@ def avx_select_scratch(topk: int, heads: int, dim: int) -> int:
     """Scratch bytes of one thread of index_select, avx engine; a multiple of 64."""
     used = avx_select_rows(topk, heads, dim) * _avx_row(topk, heads, dim) + _avx_select_shared(topk, dim)
     return -(-used // 64) * 64
+
+
+def amx_union_scratch(topk: int, heads: int, kv_lora: int, rope_dims: int) -> int:
+    """Scratch bytes of one thread of sparse_attend, amx-union engine: the row's own, and that of a union of neighbours when heads allow one."""
+    rows = amx_attend_scratch(topk, heads, kv_lora, rope_dims)
+    if not union_heads(heads):
+        return rows
+    lanes, window = ATTEND_ROWS * union_heads(heads), UNION_WINDOW // 8
+    tiles = amx_head_tiles(lanes)
+    masks = UNION_IDS * 2 * tiles + UNION_IDS * 4 + window + 4 * (window // 8 + 1) + 4 * ATTEND_ROWS + 6 * 64
+    return rows + amx_attend_scratch(UNION_IDS, lanes, kv_lora, rope_dims) + -(-masks // 64) * 64
+
+
+#: most distinct ids for which attending the union of ATTEND_ROWS neighbouring rows pays, and what the amx-union engine holds
+UNION_IDS = 8192
+#: tokens whose membership is formed at once
+UNION_WINDOW = 1 << 16
+
+
+def union_heads(heads: int) -> int:
+    """Lanes one row takes in a union (8 or 16), 0 when its heads are too many for a union to pay."""
+    return 0 if heads > 16 else 8 if heads <= 8 else 16

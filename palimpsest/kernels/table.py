@@ -1,12 +1,13 @@
 """Which file implements which op on which engine. Lazy: nothing here imports torch until an implementation is asked for."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from palimpsest.core.contract import OpContract
-from palimpsest.core.errors import UnknownName
+from palimpsest.core.errors import BadConfig, UnknownName
 
 if TYPE_CHECKING:
     from palimpsest.core.spec import Program
@@ -15,17 +16,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine: the file of every op's folder that implements it, and the id of its arithmetic in records."""
+    """An engine: which file of an op's folder implements it, and the id of its arithmetic in records.
+
+    file:   of every op that ``faster`` does not name
+    faster: op -> file, where the engine has one of its own. Projections follow the step's ``engine`` inside the ``cpu`` files
+    needs:  the name under which ``detect`` offers it, "" when it runs everywhere
+    """
 
     file: str
     arithmetic: str
     summary: str
+    faster: Mapping[str, str] = field(default_factory=dict)
+    needs: str = ""
+
+    def file_of(self, op: str) -> str:
+        return self.faster.get(op, self.file)
 
 
+_AMX = {"index_select": "amx", "sparse_attend": "amx"}
 ENGINES = {
     "portable": Engine("cpu", "portable-1", "torch and numpy on any CPU; allocates nothing after warm-up"),
     "reference": Engine("reference", "reference-1", "plain fp64 twin of every op, for tests and diagnosis; allocates freely"),
-}
+    "amx": Engine("cpu", "amx-1", "AMX bf16 tiles for scores, attention and projections; the rest as portable", _AMX, "amx"),
+    "amx-union": Engine(
+        "cpu", "amx-union-1", "as amx, but neighbouring rows may share one pass over their records: bits depend on the neighbours",
+        _AMX | {"sparse_attend": "amx_union"}, "amx",
+    ),
+    "avx": Engine("cpu", "avx-1", "compiled loops for scores and selection; the rest as portable", {"index_select": "avx"}, "avx"),
+}  # fmt: skip
 
 OPS = {
     "append_index": "palimpsest.kernels.append_index",
@@ -64,21 +82,52 @@ def contract(op: str) -> OpContract:
 
 
 def implementation(op: str, engine: str) -> "Implementation":
-    """``run(call, chunk)`` of ``op`` on ``engine``. Raises UnknownName."""
-    found: Implementation = _module(op, engine_of(engine).file).run
+    """``run(call, chunk)`` of ``op`` on ``engine``, compiled. Raises UnknownName, and Unavailable on a machine that lacks the engine."""
+    chosen = engine_of(engine)
+    if chosen.needs:
+        from palimpsest.kernels.detect import choose_engine
+
+        choose_engine(chosen.needs)
+    found: Implementation = _module(op, chosen.file_of(op)).run
     return found
 
 
-def prepare_engine(engine: str, program: "Program") -> int:
+def compile_engine(engine: str, progress: Callable[[int, int, str], None] | None = None) -> None:
+    """Compile everything ``engine`` compiles, or load it from the cache: seconds the first time. Run it once before starting ranks.
+
+    progress: called with (done, total, what comes next). Raises UnknownName and Unavailable.
+    """
+    chosen = engine_of(engine)
+    work = sorted(chosen.faster) + (["projections"] if chosen.needs == "amx" else [])
+    for done, what in enumerate(work):
+        if progress:
+            progress(done, len(work), f"{what} for {engine}")
+        if what == "projections":
+            import_module("palimpsest.kernels.amx_linear")
+        else:
+            implementation(what, engine)
+    if progress and work:
+        progress(len(work), len(work), "")
+
+
+def prepare_engine(engine: str, program: "Program", progress: Callable[[int, int, str], None] | None = None) -> int:
     """Import every op of ``program`` and check that this machine keeps the engine's promise; returns the GEMM shapes probed.
 
-    Run once at prepare: it allocates. Raises UnknownName, and Unavailable when row bits would depend on their place in a tile.
+    Run once at prepare: it allocates. Raises UnknownName; BadConfig for a program planned with another engine's scratch; Unavailable when
+    the machine lacks the engine or row bits would depend on their place in a tile.
     """
     from palimpsest.kernels.linear import probe_row_invariance
 
-    file, shapes = engine_of(engine).file, []
+    chosen, shapes = engine_of(engine), []
+    compile_engine(engine, progress)
     for step in program.steps:
-        listed = getattr(_module(step.op, file), "gemms", None)
+        params = dict(step.params)
+        planned = params.get("engine", engine)
+        if planned != engine and engine != "reference":
+            raise BadConfig(
+                f"step {step.name} is planned for engine {planned} and would run on {engine}; plan it again for {engine}"
+            )
+        listed = getattr(_module(step.op, chosen.file_of(step.op)), "gemms", None)
         if listed is not None:
-            shapes += listed(dict(step.params))
+            shapes += listed(params)
     return probe_row_invariance(shapes)

@@ -10,6 +10,7 @@ from fractions import Fraction
 from palimpsest.core.errors import BadConfig
 from palimpsest.core.spec import Buffer, Limits, Program
 from palimpsest.core.units import align_up
+from palimpsest.plan.fold import role_of
 from palimpsest.plan.lifetime import START, Lifetimes
 from palimpsest.plan.plan import Place, Plan
 
@@ -101,8 +102,9 @@ def account(program: Program, plan: Plan, granularity: int = CPU_GRANULARITY) ->
     lifetimes = Lifetimes(program)
     live = lifetimes.live_bytes()
     top = live.index(max(live))
-    at_peak = set(lifetimes.live[top]) | ({program.histories[0]} if plan.reuse == "off" and program.histories else set())
-    slots = tuple(_slot(program, plan, lifetimes, name, name in at_peak) for name in plan.by_name)
+    at_peak = set(lifetimes.live[top]) | (set(program.histories[::2]) if plan.reuse == "off" else set())
+    peaks = _Peaks(lifetimes)
+    slots = tuple(_slot(program, plan, peaks, name, name in at_peak) for name in plan.by_name)
     totals = tuple(_total(plan, segment.kind, granularity) for segment in plan.segments)
     logical, mapped = sum(t.logical for t in totals), sum(t.mapped for t in totals)
     assert logical == plan.total, f"totals give {logical} bytes, the plan has {plan.total}"
@@ -142,10 +144,35 @@ def slope(buffer: Buffer, limits: Limits) -> Fraction:
     return grows
 
 
-def _slot(program: Program, plan: Plan, lifetimes: Lifetimes, name: str, at_peak: bool) -> Slot:
+class _Peaks:
+    """Where the live bytes are largest, and what is left without some buffers; asked once per buffer."""
+
+    def __init__(self, lifetimes: Lifetimes):
+        self.lifetimes, self.live = lifetimes, lifetimes.live_bytes()
+        self.bound = max(self.live)
+        tops: dict[tuple[str, ...], int] = {}
+        for position, (names, nbytes) in enumerate(zip(lifetimes.live, self.live, strict=True)):
+            if nbytes == self.bound:
+                tops.setdefault(names, position)
+        self.tops = [(frozenset(names), position) for names, position in tops.items()]
+
+    def without(self, gone: frozenset[str]) -> tuple[int, str]:
+        """The largest sum of live bytes when ``gone`` is not there, and the step it is at."""
+        for names, position in self.tops:
+            if not names & gone:
+                return self.bound, self.lifetimes.step_name(position + START)
+        size = {name: self.lifetimes.slot_bytes(name) for name in gone if name in self.lifetimes.ranges}
+        left = [
+            nbytes - sum(size[name] for name in names if name in gone)
+            for names, nbytes in zip(self.lifetimes.live, self.live, strict=True)
+        ]
+        return max(left), self.lifetimes.step_name(left.index(max(left)) + START)
+
+
+def _slot(program: Program, plan: Plan, peaks: _Peaks, name: str, at_peak: bool) -> Slot:
     buffer, place = program.by_name[name], plan.by_name[name]
     grows = slope(buffer, program.limits)
-    worth, why = _worth(program, plan, lifetimes, place)
+    worth, why = _worth(program, plan, peaks, place)
     return Slot(
         buffer=name,
         kind=buffer.kind,
@@ -162,27 +189,84 @@ def _slot(program: Program, plan: Plan, lifetimes: Lifetimes, name: str, at_peak
     )
 
 
-def _worth(program: Program, plan: Plan, lifetimes: Lifetimes, place: Place) -> tuple[int, str]:
+def _worth(program: Program, plan: Plan, peaks: _Peaks, place: Place) -> tuple[int, str]:
     """What removing one buffer would save, by the change of the lower bound, and why."""
     if place.kind != "reusable":
         return place.nbytes, "shares nothing"
-    live = lifetimes.live_bytes(without=place.buffer)
-    saved = lifetimes.lower_bound - max(live)
-    step = lifetimes.step_name(live.index(max(live)) + START)
-    if plan.reuse == "off" and program.histories and place.buffer == program.histories[0]:
+    left, step = peaks.without(frozenset((place.buffer,)))
+    saved = peaks.bound - left
+    if plan.reuse == "off" and place.buffer in program.histories[::2]:
         return saved + place.nbytes, "has bytes of its own in this arrangement"
     if saved:
-        return saved, f"{step} then peaks at {max(live):,} B"
-    return 0, f"{step} peaks at {max(live):,} B without it"
+        return saved, f"{step} then peaks at {left:,} B"
+    return 0, f"{step} peaks at {left:,} B without it"
+
+
+@dataclass(frozen=True)
+class Role:
+    """Buffers that play one part in every layer, in the bill of one rank, in bytes.
+
+    role:      the buffers' common name with ``#`` for numbers
+    count:     buffers, and ``nbytes`` their sum
+    held:      bytes of the segment that belong to them: less than ``nbytes`` where they share an address
+    per_token: bytes of ``held`` that one more context token adds, as a fraction
+    worth:     bytes the rank would save without all of them, by the change of the lower bound
+    """
+
+    role: str
+    kind: str
+    formula: str
+    count: int
+    nbytes: int
+    held: int
+    per_token: str
+    at_peak: bool
+    worth: int
+
+
+def roles(program: Program, plan: Plan) -> tuple[Role, ...]:
+    """The bill by role, largest ``held`` first: what a person reads of a whole model."""
+    peaks = _Peaks(Lifetimes(program))
+    found: dict[tuple[str, str], list[str]] = {}
+    for place in plan.places:
+        found.setdefault((role_of(place.buffer), place.kind), []).append(place.buffer)
+    rows = []
+    for (role, kind), names in found.items():
+        buffers = [program.by_name[name] for name in names]
+        addresses: dict[int, Buffer] = {}
+        for buffer in sorted(buffers, key=lambda b: b.nbytes):
+            addresses[plan.by_name[buffer.name].offset] = buffer
+        held = _covered([plan.by_name[name] for name in names])
+        total = sum(b.nbytes for b in buffers)
+        rows.append(
+            Role(
+                role=role,
+                kind=kind,
+                formula=buffers[0].formula,
+                count=len(names),
+                nbytes=total,
+                held=held,
+                per_token=str(sum((slope(b, program.limits) for b in addresses.values()), Fraction(0))),
+                at_peak=any(set(names) & top for top, _ in peaks.tops[:1]),
+                worth=total if kind != "reusable" else peaks.bound - peaks.without(frozenset(names))[0],
+            )
+        )
+    return tuple(sorted(rows, key=lambda r: (-r.held, r.kind, r.role)))
+
+
+def _covered(places: list[Place]) -> int:
+    """Bytes that belong to at least one place."""
+    covered, end = 0, 0
+    for place in sorted(places, key=lambda p: p.offset):
+        covered += max(0, place.stop - max(end, place.offset))
+        end = max(end, place.stop)
+    return covered
 
 
 def _total(plan: Plan, kind: str, granularity: int) -> Total:
     segment = plan.by_kind[kind]
-    inside = sorted((p for p in plan.places if p.kind == kind), key=lambda p: p.offset)
-    slots, covered, end = sum(p.nbytes for p in inside), 0, 0
-    for place in inside:
-        covered += max(0, place.stop - max(end, place.offset))
-        end = max(end, place.stop)
+    inside = [p for p in plan.places if p.kind == kind]
+    slots, covered = sum(p.nbytes for p in inside), _covered(inside)
     total = Total(
         kind=kind,
         slots=slots,

@@ -145,21 +145,25 @@ def _check_histories(program: Program, plan: Plan) -> None:
 
 def _check_barrier(program: Program, one: Place, two: Place) -> None:
     """Between every two users of different histories, a step of scope ``all`` ordered after one and before the other."""
-    clocks = clocks_of(program)
+    clocks, end = clocks_of(program), len(program.steps)
 
     def ordered(i: int, j: int) -> bool:
+        if i < 0 or j == end:
+            return i < j
         return i != j and clocks[j].get(program.steps[i].queue, 0) >= clocks[i][program.steps[i].queue]
 
-    users: list[tuple[int, str]] = []
+    names = (one.buffer, two.buffer)
+    users = [(-1, name) for name in names if name in program.inputs]
     for i, step in enumerate(program.steps):
         touched = {name for _, name in step.accesses()}
-        users += [(i, name) for name in (one.buffer, two.buffer) if name in touched]
+        users += [(i, name) for name in names if name in touched]
+    users += [(end, name) for name in names if name in program.outputs]
     fences = [i for i, step in enumerate(program.steps) if step.scope == "all"]
     for i, a in users:
         for j, b in users:
             if a != b and i < j and not any(ordered(i, k) and ordered(k, j) for k in fences):
                 raise PlanRefused(
-                    f"step {program.steps[j].name} touches {b} on bytes that step {program.steps[i].name} uses for {a}, "
+                    f"step {_name(program, j)} touches {b} on bytes that step {_name(program, i)} uses for {a}, "
                     f"and no step that all {program.limits.ranks} ranks must reach lies between: {one.buffer} {byte_range(one)} "
                     f"and {two.buffer} {byte_range(two)} share {shared_bytes(one, two):,} bytes; put a barrier between them"
                 )

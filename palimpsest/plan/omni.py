@@ -7,6 +7,7 @@ enforced, so sizes and offsets are in units of the largest alignment. What comes
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 from typing import Any
 
 from palimpsest.core.units import align_up
@@ -37,6 +38,8 @@ def improve(lifetimes: Lifetimes, problem: Problem, best: Placement) -> Placemen
         chosen["tabu_search"] = allocators.TabuSearchAllocator(timeout=None)
     unit = max(problem.aligns)
     wanted = _allocations(lifetimes, problem, unit)
+    if not wanted:
+        return best
     for name, allocator in chosen.items():
         placed = {a.id: a.offset * unit for a in allocator.allocate(wanted)}
         offsets = tuple(placed[k] for k in range(len(problem.sizes)))
@@ -48,14 +51,27 @@ def improve(lifetimes: Lifetimes, problem: Problem, best: Placement) -> Placemen
 
 
 def _allocations(lifetimes: Lifetimes, problem: Problem, unit: int) -> tuple[Any, ...]:
-    """One allocation per node; what our search places first is pinned where it lies in every one of our placements."""
+    """One allocation per node; what our search places first is pinned where it lies in every one of our placements.
+
+    Empty when pinned nodes share bytes in a gap of one of them (there a lifetime is one interval) or lie inside a unit.
+    """
     kind: Any = importlib.import_module("omnimalloc").Allocation
     pinned = first_fit(problem, [k for k in range(len(problem.sizes)) if k not in problem.fixed]).offsets
-    spans = _spans(lifetimes, problem) if lifetimes.order.one_queue else _clocks(lifetimes, problem)
+    spans: list[tuple[Any, Any]] = [*(_spans if lifetimes.order.one_queue else _clocks)(lifetimes, problem)]
+    for a, b in itertools.permutations(sorted(problem.fixed), 2):
+        meet = pinned[a] < pinned[b] + align_up(problem.sizes[b], unit) and pinned[b] < pinned[a] + align_up(problem.sizes[a], unit)
+        if pinned[a] % unit or meet and not (_over(spans[a], spans[b]) or _over(spans[b], spans[a])):
+            return ()
     return tuple(
         kind(k, align_up(size, unit) // unit, *spans[k], offset=pinned[k] // unit if k in problem.fixed else None)
         for k, size in enumerate(problem.sizes)
     )
+
+
+def _over(one: tuple[Any, Any], two: tuple[Any, Any]) -> bool:
+    """Whether the first lifetime is over when the second begins."""
+    stop, start = one[1], two[0]
+    return stop <= start if isinstance(stop, int) else all(a <= b for a, b in zip(stop, start, strict=True))
 
 
 def _spans(lifetimes: Lifetimes, problem: Problem) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ how far an attention output and its log-sum-exp may (``context_bound``, ``lse_bo
 ``own_bound`` is the same formula for the oracle's fp64, so that a check never blames an engine for the oracle's rounding.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -81,6 +82,30 @@ PORTABLE_1 = Arithmetic(
     out_u=0.0,
     provenance="formats: IEEE 754; block: the engine's contract; exp_eps: 1 ulp, documented for vector exponentials",
 )
+
+#: the amx engine: fp32 sums of exact bf16 products; p rounded to bf16, online softmax in blocks of 128. A sum of p @ values adds one
+#: term per 32 ids and so is shallower than its block; exp_eps holds for a degree-6 polynomial, its fp32 steps and 2^n
+AMX_1 = Arithmetic(
+    name="amx-1",
+    index_dot_u=U32,
+    head_u=U32,
+    score_u=U32,
+    logit_dot_u=U32,
+    logit_u=2 * U32,
+    sub_u=2 * U32,
+    exp_eps=2.0**-21,
+    p_u=U_BF16,
+    sum_u=U32,
+    block=128,
+    online=True,
+    sum_rounded_p=True,
+    div_u=4 * U32,
+    out_u=0.0,
+    provenance="formats: IEEE 754 and TDPBF16PS (Intel SDM); block: the engine's contract; exp_eps: measured by a test over every exponent",
+)
+
+#: the avx engine: fp32 scores in a fixed order; attention is the portable engine's file
+AVX_1 = dataclasses.replace(PORTABLE_1, name="avx-1", index_dot_u=U32, head_u=U32)
 
 #: the oracle's own arithmetic: fp64 throughout, sums in any order, an exponential good to 2 ulp
 ORACLE_64 = Arithmetic(

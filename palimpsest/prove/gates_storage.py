@@ -36,9 +36,9 @@ def seal_plan(sheet: Sheet, plan: Plan, program: Program, arrangement: str) -> N
 
 
 def _relation(sheet: Sheet, plan: Plan, program: Program, arrangement: str) -> None:
-    """S3: the pairs that share bytes are those the plan declares, in both directions, and the histories are as the arrangement says."""
+    """S3: the pairs that share bytes are those the plan names, no two of them are alive together, the histories are as the arrangement says."""
     cell = sheet.cell("S3")
-    declared = {frozenset((o.early, o.late)): (o.start, o.stop) for o in plan.overlaps}
+    named = {frozenset((o.early, o.late)): (o.start, o.stop) for o in plan.overlaps}
     found: dict[frozenset[str], tuple[int, int]] = {}
     places = list(plan.places)
     for i, first in enumerate(places):
@@ -48,18 +48,32 @@ def _relation(sheet: Sheet, plan: Plan, program: Program, arrangement: str) -> N
                 if span[0] < span[1]:
                     found[frozenset((first.buffer, second.buffer))] = span
                 cell.passed(1)
-    for pair in sorted(map(sorted, found.keys() ^ declared.keys())):
-        how = "share bytes and are not declared" if frozenset(pair) in found else "are declared to share bytes and do not"
-        cell.fail(0, f"{arrangement}: {pair[0]} and {pair[1]} {how}")
+    for pair in sorted(map(sorted, found.keys() ^ named.keys())):
+        cell.fail(0, f"{arrangement}: {pair[0]} and {pair[1]} " + ("share bytes unnamed" if frozenset(pair) in found else "share no bytes but are named"))
+    spans = _spans(program)
     for pair, span in found.items():
-        if declared.get(pair, span) != span:
-            cell.fail(0, f"{arrangement}: {' and '.join(sorted(pair))} share {span}, declared are {declared[pair]}")
+        (one, (begin, end)), (two, (start, stop)) = ((name, spans[name]) for name in sorted(pair))
+        if not (end < start or stop < begin) or plan.by_name[one].kind != "reusable":
+            cell.fail(0, f"{arrangement}: {one} (steps {begin}..{end}) and {two} (steps {start}..{stop}) share {span} while both are alive")
     index, latent = (plan.by_name[name] for name in program.histories)
-    together = frozenset((index.buffer, latent.buffer)) in found
-    if arrangement == "base" and together:
-        cell.fail(0, f"base: the histories share bytes {found[frozenset((index.buffer, latent.buffer))]}")
+    together = frozenset((index.buffer, latent.buffer))
+    if arrangement == "base" and together in found:
+        cell.fail(0, f"base: the histories share bytes {found[together]}")
     if arrangement == "alias" and not _is_head(index, latent):
         cell.fail(0, f"alias: index history [{index.offset}, {index.stop}) is not the head of the latent history [{latent.offset}, {latent.stop})")
+
+
+def _spans(program: Program) -> dict[str, tuple[int, int]]:
+    """Buffer -> positions of the first and the last step that touches it; what the caller reads or fills reaches past the steps."""
+    spans: dict[str, tuple[int, int]] = {}
+    for at, step in enumerate(program.steps):
+        for _, name in step.accesses():
+            spans[name] = (min(at, spans.get(name, (at, at))[0]), at)
+    for name in program.outputs:
+        spans[name] = (spans[name][0], len(program.steps))
+    for name in program.inputs:
+        spans[name] = (-1, spans[name][1])
+    return spans
 
 
 def _is_head(index: Place, latent: Place) -> bool:

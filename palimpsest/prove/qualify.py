@@ -71,35 +71,48 @@ def qualify(request: Request, progress: Progress | None = None) -> Outcome:
     Raises UserError for what is wrong before anything ran (unknown profile, incomplete checkpoint, impossible ranks, full disk). A rank that dies or
     hangs is published as a record with verdict ERROR and then raised as RankError.
     """
-    started, stamp = time.monotonic_ns(), utc_stamp()
+    started = time.monotonic_ns()
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="palimpsest-qualify-")))
-        model = request.model if request.model is not None else _tiny(private)
-        setup = _setup(request, model, private)
+        setup = prepare_setup(request, request.model if request.model is not None else _tiny(private), private)
         folder = stack.enter_context(EvidenceFolder(request.evidence, new_run_id()))
         log = folder.work / "log.txt"
-        log.touch()
         failure: RankError | None = None
         results: list[Any] = []
         try:
             results = _run(setup, log, progress)
         except RankError as error:
+            if error.exit_code != 1:
+                raise  # a rank found the input wrong: nothing was proved or disproved
             failure = error
-        source = facts.source_facts()
-        tree, flags, certificates = assemble(
-            setup, results, run_id=folder.run_id, source=source, synthetic=request.model is None,
-            elapsed_ns=time.monotonic_ns() - started, failure=None if failure is None else str(failure),
-        )  # fmt: skip
-        environment, environment_digest = facts.environment_facts(request.environment or {})
-        tree |= {
-            "started_utc": stamp, "argv": [_relative(word) for word in request.argv], "cwd_rel": ".",
-            "env": environment, "env_digest": environment_digest, "previous": previous_digest(request.evidence, setup.plans["alias"].digest),
-        }  # fmt: skip
-        published = _publish(folder, tree, flags, certificates)
+        outcome = publish(folder, setup, results, request=request, elapsed_ns=time.monotonic_ns() - started, failure=failure)
         if failure is not None:
-            failure.args = (f"{failure}; recorded in {published}",)
+            failure.args = (f"{failure}; recorded in {outcome.folder}",)
             raise failure
-        return Outcome(tree, flags, published)
+        return outcome
+
+
+def publish(
+    folder: EvidenceFolder, setup: Setup, results: list[Any], *, request: Request, elapsed_ns: int, failure: RankError | None = None
+) -> Outcome:
+    """Write record, flags and certificates of a run beside its log, and publish the folder."""
+    stamp = utc_stamp()
+    tree, flags, certificates = assemble(
+        setup, results, run_id=folder.run_id, source=facts.source_facts(), synthetic=request.model is None, elapsed_ns=elapsed_ns,
+        failure=None if failure is None else str(failure),
+    )  # fmt: skip
+    environment, environment_digest = facts.environment_facts(request.environment or {})
+    folder.write_lines("flags.jsonl", flags)
+    folder.write_lines("ties.jsonl", certificates)
+    if not (folder.work / "log.txt").exists():
+        folder.write("log.txt", "")
+    tree |= {
+        "started_utc": stamp, "argv": [_relative(word) for word in request.argv], "cwd_rel": ".", "env": environment, "env_digest": environment_digest,
+        "previous": previous_digest(request.evidence, setup.plans["alias"].digest),
+        "flags": {"file": "flags.jsonl", "sha256": folder.digest("flags.jsonl"), "cells": len(flags)},
+    }  # fmt: skip
+    folder.write_lines("record.json", [tree])
+    return Outcome(tree, flags, folder.publish())
 
 
 def _relative(word: str) -> str:
@@ -113,8 +126,8 @@ def _tiny(private: Path) -> Path:
     return make(DEFAULT_PRESET, private / DEFAULT_PRESET)
 
 
-def _setup(request: Request, model: Path, private: Path) -> Setup:
-    """Everything that can be wrong without running: preflight, layer, sizes, plans."""
+def prepare_setup(request: Request, model: Path, private: Path) -> Setup:
+    """Everything that can be wrong without running: preflight, layer, sizes, plans. ``private`` gets the ranks' folder. Raises UserError."""
     geometry, formats = examine(model)
     layer = request.layer if request.layer is not None else geometry.full_layers[0]
     sizes = choose_profile(request, geometry)
@@ -176,11 +189,3 @@ def _run(setup: Setup, log: Path, progress: Progress | None) -> list[Any]:
         setup.profile.ranks, "palimpsest.prove.rank_main:run_rank", setup.job.to_json(), deadline_s=deadline, log=log, on_event=progress
     )  # fmt: skip
     return [rank.value for rank in ended]
-
-
-def _publish(folder: EvidenceFolder, tree: dict[str, Any], flags: list[dict[str, Any]], certificates: list[dict[str, Any]]) -> Path:
-    folder.write_lines("flags.jsonl", flags)
-    folder.write_lines("ties.jsonl", certificates)
-    tree["flags"] = {"file": "flags.jsonl", "sha256": folder.digest("flags.jsonl"), "cells": len(flags)}
-    folder.write_lines("record.json", [tree])
-    return folder.publish()

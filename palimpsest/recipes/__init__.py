@@ -77,9 +77,14 @@ def default_formats(geometry: Geometry) -> Formats:
     return Formats(index="fp8", latent=geometry.latent_format, activation="bf16", weights="bf16")
 
 
-def program(geometry: Geometry, limits: Limits, formats: Formats, layer: int) -> Program:
-    """The attention sublayer of 0-based ``layer`` as buffers and steps. Raises Unsupported for a layer without any."""
-    return recipe(geometry.family).program(geometry, limits, formats, layer)
+def program(
+    geometry: Geometry, limits: Limits, formats: Formats, layer: int, *, engine: str = "portable", threads: int = 1
+) -> Program:
+    """The attention sublayer of 0-based ``layer`` as buffers and steps, with the scratch of ``engine`` on ``threads`` threads.
+
+    Raises Unsupported for a layer without any.
+    """
+    return recipe(geometry.family).program(geometry, limits, formats, layer, engine=engine, threads=threads)
 
 
 def prefixes(geometry: Geometry) -> tuple[str, ...]:

@@ -27,20 +27,24 @@ from palimpsest.kernels.reduce_output.contract import CONTRACT as REDUCE_OUTPUT
 from palimpsest.kernels.sparse_attend.contract import CONTRACT as SPARSE_ATTEND
 
 
-def layer_program(geometry: Geometry, limits: Limits, formats: Formats, layer: int) -> Program:
+def layer_program(
+    geometry: Geometry, limits: Limits, formats: Formats, layer: int, *, engine: str = "portable", threads: int = 1
+) -> Program:
     """The attention sublayer of 0-based ``layer``: its input is the normed hidden rows, its output the projected rows.
 
+    engine, threads: what the steps will run on, and on how many threads where an op uses them: scratch depends on both.
     A ``shared`` layer has no index steps: ``ids`` and ``counts`` are inputs kept from the full layer before it.
     Raises Unsupported for a layer without sparse attention and for a rank count that does not divide the heads.
     """
     kind = _layer_kind(geometry, limits, layer)
+    how = {"engine": engine, "threads": threads}
     buffers = _common_buffers(geometry, limits, formats)
     steps = [_bind(geometry)]
-    steps += [*_query_steps(geometry, limits), _append_latent(geometry, limits, formats)]
+    steps += [*_query_steps(geometry, limits, engine), _append_latent(geometry, limits, formats, engine)]
     if kind == "full":
         buffers += _index_buffers(geometry, limits, formats)
-        steps += _index_steps(geometry, limits, formats)
-    steps += _attend_steps(geometry, limits, formats)
+        steps += _index_steps(geometry, limits, formats, how)
+    steps += _attend_steps(geometry, limits, formats, how)
     rope = geometry.rope.layout != "none" or geometry.indexer.rope_layout != "none"
     if not rope:
         buffers = [b for b in buffers if b.name not in ("inv_freq", "rope")]
@@ -175,34 +179,35 @@ def _bind(g: Geometry) -> Step:
     return BIND_INPUTS.step("bind_inputs", "p0", roles, rope_dims=g.rope.dims if rope else 0)
 
 
-def _query_steps(g: Geometry, limits: Limits) -> list[Step]:
+def _query_steps(g: Geometry, limits: Limits, engine: str) -> list[Step]:
     return [
         QUERY_LATENT.step(
             "query_latent", "p1",
             {"hidden": "hidden", "q_a": "w.q_a", "q_a_norm": "w.q_a_norm", "q_latent": "q_latent"},
-            hidden=g.hidden, q_lora=g.q_lora, eps=g.latent_norm_eps,
+            hidden=g.hidden, q_lora=g.q_lora, eps=g.latent_norm_eps, engine=engine,
         ),
         ATTENTION_QUERY.step(
             "attention_query", "p1",
             {"q_latent": "q_latent", "q_b": "w.q_b", "uk": "w.uk", "query": "query"} | _rope_role(g.rope.layout),
             q_lora=g.q_lora, heads=g.heads // limits.ranks, nope=g.nope, rope_dims=g.rope.dims, kv_lora=g.kv_lora,
-            rope_layout=g.rope.layout,
+            rope_layout=g.rope.layout, engine=engine,
         ),
     ]
 
 
-def _append_latent(g: Geometry, limits: Limits, formats: Formats) -> Step:
+def _append_latent(g: Geometry, limits: Limits, formats: Formats, engine: str) -> Step:
     return APPEND_LATENT.step(
         "append_latent", "p1",
         {"hidden": "hidden", "kv_a": "w.kv_a", "kv_a_norm": "w.kv_a_norm", "latent_cache": "latent_cache"}
         | _rope_role(g.rope.layout),
         hidden=g.hidden, kv_lora=g.kv_lora, rope_dims=g.rope.dims, eps=g.latent_norm_eps, rope_layout=g.rope.layout,
-        format=formats.latent, latent_scale=g.latent_scale, page=limits.page, ranks=limits.ranks,
+        format=formats.latent, latent_scale=g.latent_scale, page=limits.page, ranks=limits.ranks, engine=engine,
     )
 
 
-def _index_steps(g: Geometry, limits: Limits, formats: Formats) -> list[Step]:
+def _index_steps(g: Geometry, limits: Limits, formats: Formats, how: dict[str, Any]) -> list[Step]:
     ix = g.indexer
+    engine = how["engine"]
     rope: dict[str, Any] = {"rope_dims": ix.rope_dims, "rope_layout": ix.rope_layout}
     record: dict[str, Any] = {"hadamard": ix.hadamard, "scale_format": ix.scale_format, "format": formats.index}
     planes = f"{ix.dim}+4" if formats.index == "fp8" else f"{4 * ix.dim}"
@@ -211,13 +216,13 @@ def _index_steps(g: Geometry, limits: Limits, formats: Formats) -> list[Step]:
             "index_query", "p1",
             {"hidden": "hidden", "q_latent": "q_latent", "index_q": "w.index_q", "index_w": "w.index_w",
              "index_query": "index_query", "head_weights": "head_weights"} | _rope_role(ix.rope_layout),
-            hidden=g.hidden, q_lora=g.q_lora, heads=ix.heads, dim=ix.dim, ranks=limits.ranks, **rope, **record,
+            hidden=g.hidden, q_lora=g.q_lora, heads=ix.heads, dim=ix.dim, ranks=limits.ranks, engine=engine, **rope, **record,
         ),
         APPEND_INDEX.step(
             "append_index", "p1",
             {"hidden": "hidden", "index_k": "w.index_k", "index_k_norm": "w.index_k_norm",
              "index_k_norm_bias": "w.index_k_norm_bias", "index_cache": "index_cache"} | _rope_role(ix.rope_layout),
-            hidden=g.hidden, dim=ix.dim, eps=ix.norm_eps, page=limits.page, ranks=limits.ranks, **rope, **record,
+            hidden=g.hidden, dim=ix.dim, eps=ix.norm_eps, page=limits.page, ranks=limits.ranks, engine=engine, **rope, **record,
         ),
         GATHER_HISTORY.step(
             "gather_index", "p2",
@@ -228,7 +233,7 @@ def _index_steps(g: Geometry, limits: Limits, formats: Formats) -> list[Step]:
             "index_select", "p3",
             {"index_history": "index_history", "index_query": "index_query", "head_weights": "head_weights",
              "local_ids": "local_ids", "local_counts": "local_counts"},
-            topk=ix.topk, heads=ix.heads, dim=ix.dim, format=formats.index, ranks=limits.ranks,
+            topk=ix.topk, heads=ix.heads, dim=ix.dim, format=formats.index, ranks=limits.ranks, **how,
         ),
         EXCHANGE_IDS.step(
             "exchange_ids", "p5",
@@ -239,7 +244,7 @@ def _index_steps(g: Geometry, limits: Limits, formats: Formats) -> list[Step]:
     ]
 
 
-def _attend_steps(g: Geometry, limits: Limits, formats: Formats) -> list[Step]:
+def _attend_steps(g: Geometry, limits: Limits, formats: Formats, how: dict[str, Any]) -> list[Step]:
     heads, record = g.heads // limits.ranks, latent_record_bytes(g, formats)
     gate = {"gate": "w.gate", "hidden": "hidden"} if g.output_gate else {}
     return [
@@ -252,12 +257,12 @@ def _attend_steps(g: Geometry, limits: Limits, formats: Formats) -> list[Step]:
             "sparse_attend", "p7",
             {"ids": "ids", "counts": "counts", "latent_history": "latent_history", "query": "query", "context": "context"},
             topk=g.indexer.topk, heads=heads, kv_lora=g.kv_lora, rope_dims=g.rope.dims, format=formats.latent,
-            latent_scale=g.latent_scale, softmax_scale=g.softmax_scale,
+            latent_scale=g.latent_scale, softmax_scale=g.softmax_scale, activation=formats.activation, **how,
         ),
         PROJECT_OUTPUT.step(
             "project_output", "p8",
             {"context": "context", "uv": "w.uv", "o": "w.o", "partial": "partial"} | gate,
-            hidden=g.hidden, heads=heads, total_heads=g.heads, v_dim=g.v_dim, kv_lora=g.kv_lora, gate=g.output_gate,
+            hidden=g.hidden, heads=heads, total_heads=g.heads, v_dim=g.v_dim, kv_lora=g.kv_lora, gate=g.output_gate, engine=how["engine"],
         ),
         REDUCE_OUTPUT.step(
             "reduce_output", "p8",

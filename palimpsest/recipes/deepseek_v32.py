@@ -7,6 +7,7 @@ from palimpsest.core.errors import Unsupported
 from palimpsest.core.geometry import Formats, Geometry
 from palimpsest.core.spec import Limits, Program
 from palimpsest.recipes.blocks import layer_program
+from palimpsest.recipes.body import read_body
 from palimpsest.recipes.config import MAX_LAYERS, Fields, attention_sizes, read_indexer, read_quantization, refuse_set, rope_dims
 from palimpsest.recipes.rope import read_rope, softmax_scale
 from palimpsest.recipes.weights import sparse_names
@@ -54,7 +55,7 @@ def latent_geometry(fields: Fields, family: str, name: str, *, index_interleaved
     return Geometry(
         family=family, name=name, rope=rope, softmax_scale=softmax_scale(sizes["nope"], rope), latent_norm_eps=LATENT_NORM_EPS,
         output_gate=False, indexer=indexer, schedule=schedule, block_fp8=blocks,
-        latent_format="bf16" if sizes["kv_lora"] % 128 else "fp8_ds_mla", **sizes,
+        latent_format="bf16" if sizes["kv_lora"] % 128 else "fp8_ds_mla", body=read_body(fields), **sizes,
     )  # fmt: skip
 
 
@@ -63,9 +64,11 @@ def tensor_names(geometry: Geometry, layer: int) -> dict[str, str]:
     return sparse_names(geometry, layer)
 
 
-def program(geometry: Geometry, limits: Limits, formats: Formats, layer: int) -> Program:
+def program(
+    geometry: Geometry, limits: Limits, formats: Formats, layer: int, *, engine: str = "portable", threads: int = 1
+) -> Program:
     """The attention sublayer of ``layer``; see ``blocks.layer_program``."""
-    return layer_program(geometry, limits, formats, layer)
+    return layer_program(geometry, limits, formats, layer, engine=engine, threads=threads)
 
 
 def _check_layer_types(fields: Fields, layers: int) -> None:

@@ -30,9 +30,11 @@ def tensor_names(geometry: Geometry, layer: int) -> dict[str, str]:
     return sparse_names(geometry, layer)
 
 
-def program(geometry: Geometry, limits: Limits, formats: Formats, layer: int) -> Program:
+def program(
+    geometry: Geometry, limits: Limits, formats: Formats, layer: int, *, engine: str = "portable", threads: int = 1
+) -> Program:
     """The attention sublayer of ``layer``; see ``blocks.layer_program``."""
-    return layer_program(geometry, limits, formats, layer)
+    return layer_program(geometry, limits, formats, layer, engine=engine, threads=threads)
 
 
 def _schedule(fields: Fields, layers: int) -> tuple[str, ...]:

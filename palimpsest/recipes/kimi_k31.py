@@ -11,6 +11,7 @@ from palimpsest.core.errors import BadConfig, Unsupported
 from palimpsest.core.geometry import Formats, Geometry
 from palimpsest.core.spec import Limits, Program
 from palimpsest.recipes.blocks import layer_program
+from palimpsest.recipes.body import read_kimi_body
 from palimpsest.recipes.config import Fields, attention_sizes, dsa_layers, read_indexer, read_quantization, rope_dims
 from palimpsest.recipes.rope import softmax_scale, without_rope
 from palimpsest.recipes.weights import sparse_names
@@ -48,6 +49,7 @@ def geometry(config: dict[str, object], name: str) -> Geometry:
         schedule=_schedule(text, sizes["layers"]),
         latent_format="fp8",
         block_fp8=blocks,
+        body=read_kimi_body(text, top),
         **sizes,
     )
 
@@ -57,9 +59,11 @@ def tensor_names(geometry: Geometry, layer: int) -> dict[str, str]:
     return sparse_names(geometry, layer) | ({"gate": "g_proj.weight"} if geometry.output_gate else {})
 
 
-def program(geometry: Geometry, limits: Limits, formats: Formats, layer: int) -> Program:
+def program(
+    geometry: Geometry, limits: Limits, formats: Formats, layer: int, *, engine: str = "portable", threads: int = 1
+) -> Program:
     """The attention sublayer of ``layer``; see ``blocks.layer_program``."""
-    return layer_program(geometry, limits, formats, layer)
+    return layer_program(geometry, limits, formats, layer, engine=engine, threads=threads)
 
 
 def _text(top: Fields) -> Fields:

@@ -112,6 +112,22 @@ def test_streamed_scores_do_not_depend_on_where_the_row_ends(kind):
     assert len(whole) == n
 
 
+def test_gemms_over_fp32_records_have_one_shape(monkeypatch):
+    """Their dots round, so the shape is part of the arithmetic, however few keys a tile holds."""
+    shapes, honest = set(), torch.mm
+
+    def watched(left, right, *, out):
+        shapes.add((*left.shape, right.shape[1]))
+        return honest(left, right, out=out)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    draw = Draw(8)
+    keys, query, weights = draw.normal((KEY_TILE + 9, DIM)), draw.normal((2, HEADS, DIM)), draw.normal((2, HEADS))
+    for history in (0, 40, KEY_TILE + 7):
+        select(keys, None, query, weights, topk=8, history=history, kind="fp32")
+    assert shapes == {(HEADS, DIM, KEY_TILE)}
+
+
 def test_scores_are_the_exact_sum_rounded_once():
     """fp8 dots are exact, and with weights of few bits so is the whole sum: compare with rational arithmetic."""
     draw, n = Draw(4), 50

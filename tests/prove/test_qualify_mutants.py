@@ -1,17 +1,21 @@
 """Each gate fails on a run that deserves it, and only then: mutants of single steps on in-process ranks."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from harness import Mutant, failing, job, qualify_locally, verdicts
 
 from palimpsest.core.errors import RankError
 from palimpsest.kernels.call import Call, Chunk, Implementation
+
+
+Change = Callable[[Call, Chunk], object]
 
 
 @pytest.fixture(scope="module")
@@ -23,20 +27,24 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def after(op: str, change, name: str | None = None, only: str = "") -> Mutant:
-    """Runs the step, then ``change(call, chunk)`` when it is ``op`` (and step ``name``) in arrangement ``only``. The warm-up is left alone."""
+def after(op: str, change: Change, name: str | None = None, only: str = "") -> Mutant:
+    """Runs the step, then ``change(call, chunk)`` when it is ``op`` (and step ``name``) in arrangement ``only``.
+
+    The warm replay and the recorded tail (whose calls have no planned bytes) are left alone.
+    """
 
     def mutant(arrangement: str, which: str, run: Implementation, call: Call, chunk: Chunk) -> None:
         run(call, chunk)
-        if which == op and (name is None or call.name == name) and only in ("", arrangement) and chunk.rows and bool(live(call, chunk)):
-            change(call, chunk)
+        if which == op and (name is None or call.name == name) and only in ("", arrangement) and call.raws and live(chunk):
+            with _disable_current_modes():  # the allocation guard has a test of its own
+                change(call, chunk)
 
     return mutant
 
 
-def live(call: Call, chunk: Chunk) -> bool:
-    """Not the warm replay, whose caches and rows are zero."""
-    return chunk.hidden is None or bool(chunk.hidden.any())
+def live(chunk: Chunk) -> bool:
+    """Neither empty nor the warm replay, whose rows are zero."""
+    return chunk.rows > 0 and (chunk.hidden is None or bool(bits(chunk.hidden).numpy().any()))
 
 
 def flip(tensor: torch.Tensor, at: int = 0) -> None:
@@ -46,8 +54,8 @@ def flip(tensor: torch.Tensor, at: int = 0) -> None:
 
 def shift_scales(call: Call, chunk: Chunk) -> None:
     """The scale plane read one record off."""
-    scales = call.view("history", "scales")
-    scales[: chunk.visible - 1].copy_(scales[1 : chunk.visible].tolist() and scales[1 : chunk.visible])
+    scales = call.view("history", "scales").numpy()
+    scales[: chunk.visible - 1] = scales[1 : chunk.visible].copy()
 
 
 def write_past_visible(call: Call, chunk: Chunk) -> None:
@@ -117,7 +125,7 @@ def test_a_mutant_is_caught_by_its_gates(place: Path, case: str, mutant: Mutant,
 
 def scaled_attention(arrangement: str, op: str, run: Implementation, call: Call, chunk: Chunk) -> None:
     """Every run of the op, the recorded tail's too, reads the next head's query: only an independent gate can tell."""
-    if op == "sparse_attend" and live(call, chunk):
+    if op == "sparse_attend" and live(chunk):
         query = call.view("query")
         turned = query.roll(1, dims=1)
         call = Call(call.name, call.params, {**call.views, "query": {"query": turned}}, call.raws, call.scratch, call.comm)
@@ -133,7 +141,6 @@ def test_a_fault_of_attention_itself_is_caught_by_the_oracle(place: Path) -> Non
 
 def unguarded(mutant: Mutant) -> Mutant:
     """Lets a mutant allocate, so that it is judged by another gate than the allocation guard."""
-    from torch.utils._python_dispatch import _disable_current_modes
 
     def wrapped(arrangement: str, op: str, run: Implementation, call: Call, chunk: Chunk) -> None:
         with _disable_current_modes():
@@ -169,8 +176,8 @@ def test_a_lattice_score_off_by_one_weight_fails_the_lattice_gate(place: Path) -
     """Weights change after the queries were planted and captured: the ranked scores are exact for other weights."""
 
     def mutant(arrangement: str, op: str, run: Implementation, call: Call, chunk: Chunk) -> None:
-        if op == "index_select" and chunk.rows and live(call, chunk):
-            call.view("head_weights")[:, 0].add_(1)
+        if op == "index_select" and live(chunk):
+            call.view("head_weights")[:, :1].add_(1)
         run(call, chunk)
 
     found = verdicts(qualify_locally(job(place, "C03"), mutant))
@@ -190,7 +197,7 @@ def test_other_members_of_a_tie_are_certified(place: Path) -> None:
         ids[:count].copy_(torch.tensor(sorted(set(chosen) - {out} | {into}), dtype=torch.int32))
 
     def mutant(arrangement: str, op: str, run: Implementation, call: Call, chunk: Chunk) -> None:
-        if op != "index_select" or arrangement != "alias" or call.comm.rank or not live(call, chunk):
+        if op != "index_select" or arrangement != "alias" or call.comm.rank or not live(chunk):
             run(call, chunk)
             return
         watch, kept = call.tap, {}
@@ -218,7 +225,7 @@ def test_other_members_of_a_tie_are_certified(place: Path) -> None:
 def test_a_hidden_allocation_ends_the_run_with_rank_and_phase(place: Path) -> None:
     def mutant(arrangement: str, op: str, run: Implementation, call: Call, chunk: Chunk) -> None:
         run(call, chunk)
-        if op == "project_output" and live(call, chunk) and chunk.rows:
+        if op == "project_output" and live(chunk):
             call.view("partial").copy_(call.view("partial") + 0)
 
     with pytest.raises(RankError, match=r"HiddenAllocation|outside the plan") as caught:
@@ -228,7 +235,7 @@ def test_a_hidden_allocation_ends_the_run_with_rank_and_phase(place: Path) -> No
 
 def test_a_rank_that_raises_is_named(place: Path) -> None:
     def mutant(arrangement: str, op: str, run: Implementation, call: Call, chunk: Chunk) -> None:
-        if op == "index_select" and call.comm.rank == 1 and chunk.rows and live(call, chunk):
+        if op == "index_select" and call.comm.rank == 1 and live(chunk):
             raise ValueError("planted")
         run(call, chunk)
 

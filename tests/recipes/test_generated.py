@@ -12,7 +12,7 @@ LETTERS = {"full": "F", "shared": "S", "linear": "L"}
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_generated_configurations_and_tensors_fit_the_recipe(name):
     shape = PRESETS[name]
-    geometry = recipes.geometry_from_config(config_of(shape, name), name)
+    geometry = recipes.geometry_from_config(config_of(shape), name)
     assert "".join(LETTERS[kind] for kind in geometry.schedule) == shape.schedule
     sizes = (
         geometry.hidden,

@@ -11,9 +11,9 @@ from palimpsest.kernels.sizes import (
 )
 
 
-def _scratch(hidden: int, dim: int, rope_dims: int, hadamard: bool, **_: object) -> int:
+def _scratch(hidden: int, dim: int, rope_dims: int, hadamard: bool, engine: str = "portable", **_: object) -> int:
     record = norm_scratch(dim) + rotation_scratch(rope_dims) + quantise_scratch(dim, dim) + tile_scratch(dim)
-    return linear_scratch(hidden, dim, resident=True) + record + (hadamard_scratch(dim) if hadamard else 0)
+    return linear_scratch(hidden, dim, resident=True, engine=engine) + record + (hadamard_scratch(dim) if hadamard else 0)
 
 
 CONTRACT = OpContract(
@@ -27,7 +27,7 @@ CONTRACT = OpContract(
         Operand("rope", "read", "[rows,rope_dims/2,2] fp32", optional=True),
         Operand("index_cache", "update", "[rank_pages,page*record] u8: values of the page, then its fp32 scales"),
     ),
-    params=("hidden", "dim", "eps", "rope_dims", "rope_layout", "hadamard", "scale_format", "format", "page", "ranks"),
+    params=("hidden", "dim", "eps", "rope_dims", "rope_layout", "hadamard", "scale_format", "format", "page", "ranks", "engine"),
     scratch=_scratch,
     exact="touches the records of tokens [history, history+rows) that this rank owns and nothing else",
 )

@@ -9,7 +9,7 @@ from palimpsest.kernels import linear
 from palimpsest.kernels.call import Call, Chunk
 from palimpsest.kernels.fp8 import Quantiser
 from palimpsest.kernels.hadamard import Hadamard
-from palimpsest.kernels.linear import Gemm, Projection, row_tiles
+from palimpsest.kernels.linear import Gemm, make_projection, row_tiles
 from palimpsest.kernels.norms import RowNorm
 from palimpsest.kernels.rope import Rotation
 from palimpsest.kernels.sizes import ROW_TILE
@@ -29,7 +29,7 @@ def run(call: Call, chunk: Chunk) -> None:
         return
     hidden, dim = call.view("hidden"), p["dim"]
     table = call.view("rope") if call.has("rope") else None
-    projection = Projection(scratch, p["hidden"], dim, resident=True)
+    projection = make_projection(call, call.view("index_k"), p["hidden"], dim, resident=True)
     projection.load(call.view("index_k"))
     norm = RowNorm(scratch, call.view("index_k_norm"), p["eps"], call.view("index_k_norm_bias"))
     rotate = Rotation(scratch, p["rope_dims"], p["rope_layout"])

@@ -11,7 +11,7 @@ from palimpsest.core.geometry import LATENT_FORMATS
 from palimpsest.kernels import linear
 from palimpsest.kernels.call import Call, Chunk, Scratch
 from palimpsest.kernels.fp8 import Quantiser, clamp
-from palimpsest.kernels.linear import Gemm, Projection, row_tiles
+from palimpsest.kernels.linear import Gemm, make_projection, row_tiles
 from palimpsest.kernels.norms import RowNorm
 from palimpsest.kernels.rope import Rotation
 from palimpsest.kernels.sizes import ROW_TILE
@@ -35,7 +35,7 @@ def run(call: Call, chunk: Chunk) -> None:
     latent, width, page = p["kv_lora"], p["kv_lora"] + p["rope_dims"], p["page"]
     hidden, weight, cache = call.view("hidden"), call.view("kv_a"), call.view("latent_cache")
     table = call.view("rope") if call.has("rope") else None
-    projection = Projection(scratch, p["hidden"], width)
+    projection = make_projection(call, weight, p["hidden"], width)
     norm = RowNorm(scratch, call.view("kv_a_norm"), p["eps"])
     rotate = Rotation(scratch, p["rope_dims"], p["rope_layout"])
     write = _writer(scratch, p)

@@ -4,8 +4,10 @@ from palimpsest.core.contract import OpContract, Operand
 from palimpsest.kernels.sizes import linear_scratch, rotation_scratch, tile_scratch
 
 
-def _scratch(q_lora: int, nope: int, rope_dims: int, kv_lora: int, **_: object) -> int:
-    weights = linear_scratch(q_lora, nope + rope_dims, resident=True) + linear_scratch(nope, kv_lora, resident=True)
+def _scratch(q_lora: int, nope: int, rope_dims: int, kv_lora: int, engine: str = "portable", **_: object) -> int:
+    weights = linear_scratch(q_lora, nope + rope_dims, resident=True, engine=engine) + linear_scratch(
+        nope, kv_lora, resident=True, engine=engine
+    )
     return weights + rotation_scratch(rope_dims) + tile_scratch(nope + rope_dims, kv_lora)
 
 
@@ -19,7 +21,7 @@ CONTRACT = OpContract(
         Operand("rope", "read", "[rows,rope_dims/2,2] fp32", optional=True),
         Operand("query", "write", "[rows,heads,kv_lora+rope_dims] bf16|fp32"),
     ),
-    params=("q_lora", "heads", "nope", "rope_dims", "kv_lora", "rope_layout"),
+    params=("q_lora", "heads", "nope", "rope_dims", "kv_lora", "rope_layout", "engine"),
     scratch=_scratch,
     exact="a head's bytes depend on its row, its weights and its rotary table alone: not on which rank holds it",
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from palimpsest.kernels import linear
 from palimpsest.kernels.call import Call, Chunk
-from palimpsest.kernels.linear import Gemm, Projection, row_tiles
+from palimpsest.kernels.linear import Gemm, make_projection, row_tiles
 from palimpsest.kernels.rope import Rotation
 from palimpsest.kernels.sizes import ROW_TILE
 
@@ -24,8 +24,8 @@ def run(call: Call, chunk: Chunk) -> None:
     source, out = call.view("q_latent"), call.view("query")
     weights = call.view("q_b").view(p["heads"], nope + rope, p["q_lora"])
     up = call.view("uk")
-    down = Projection(scratch, p["q_lora"], nope + rope, resident=True)
-    absorb = Projection(scratch, nope, latent, resident=True)
+    down = make_projection(call, weights, p["q_lora"], nope + rope, resident=True)
+    absorb = make_projection(call, up, nope, latent, resident=True)
     rotate = Rotation(scratch, rope, p["rope_layout"])
     q = scratch.take((ROW_TILE, nope + rope), "fp32")
     absorbed = scratch.take((ROW_TILE, latent), "fp32")

@@ -4,10 +4,15 @@ from palimpsest.core.contract import OpContract, Operand
 from palimpsest.kernels.sizes import hadamard_scratch, linear_scratch, quantise_scratch, rotation_scratch, tile_scratch
 
 
-def _scratch(hidden: int, q_lora: int, heads: int, dim: int, rope_dims: int, hadamard: bool, **_: object) -> int:
-    weights = linear_scratch(hidden, heads) + tile_scratch(heads)
+def _scratch(
+    hidden: int, q_lora: int, heads: int, dim: int, rope_dims: int, hadamard: bool, engine: str = "portable", **_: object
+) -> int:
+    weights = linear_scratch(hidden, heads, engine=engine) + tile_scratch(heads)
     query = (
-        linear_scratch(q_lora, dim, resident=True) + rotation_scratch(rope_dims) + quantise_scratch(dim, dim) + tile_scratch(dim)
+        linear_scratch(q_lora, dim, resident=True, engine=engine)
+        + rotation_scratch(rope_dims)
+        + quantise_scratch(dim, dim)
+        + tile_scratch(dim)
     )
     return weights + query + (hadamard_scratch(dim) if hadamard else 0)
 
@@ -24,7 +29,19 @@ CONTRACT = OpContract(
         Operand("index_query", "write", "[slice,heads,dim] e4m3|fp32"),
         Operand("head_weights", "write", "[slice,heads] fp32"),
     ),
-    params=("hidden", "q_lora", "heads", "dim", "rope_dims", "rope_layout", "hadamard", "scale_format", "format", "ranks"),
+    params=(
+        "hidden",
+        "q_lora",
+        "heads",
+        "dim",
+        "rope_dims",
+        "rope_layout",
+        "hadamard",
+        "scale_format",
+        "format",
+        "ranks",
+        "engine",
+    ),
     scratch=_scratch,
     exact="bytes depend on the row alone; the scale is max(amax,1e-4)/448, rounded up to a power of two for ue8m0",
 )

@@ -10,7 +10,7 @@ from palimpsest.kernels import linear
 from palimpsest.kernels.call import Call, Chunk
 from palimpsest.kernels.fp8 import Quantiser
 from palimpsest.kernels.hadamard import Hadamard
-from palimpsest.kernels.linear import Gemm, Projection, row_tiles
+from palimpsest.kernels.linear import Gemm, make_projection, row_tiles
 from palimpsest.kernels.rope import Rotation
 from palimpsest.kernels.sizes import ROW_TILE
 from palimpsest.ranks.layout import row_slice
@@ -33,7 +33,7 @@ def run(call: Call, chunk: Chunk) -> None:
 def _head_weights(call: Call, start: int, stop: int) -> None:
     """head_weights[i, h] = fp32(fp32(dot * heads**-0.5) * dim**-0.5)"""
     p = call.params
-    projection = Projection(call.scratch, p["hidden"], p["heads"])
+    projection = make_projection(call, call.view("index_w"), p["hidden"], p["heads"])
     tile = call.scratch.take((ROW_TILE, p["heads"]), "fp32")
     hidden, weight, out = call.view("hidden"), call.view("index_w"), call.view("head_weights")
     for first, end in row_tiles(start, stop):
@@ -49,7 +49,7 @@ def _queries(call: Call, start: int, stop: int) -> None:
     weights = call.view("index_q").view(p["heads"], dim, p["q_lora"])
     source, out, scaled = call.view("q_latent"), call.view("index_query"), call.view("head_weights")
     table = call.view("rope") if call.has("rope") else None
-    projection = Projection(scratch, p["q_lora"], dim, resident=True)
+    projection = make_projection(call, weights, p["q_lora"], dim, resident=True)
     rotate = Rotation(scratch, p["rope_dims"], p["rope_layout"])
     hadamard = Hadamard(scratch, dim) if p["hadamard"] else None
     quantise = Quantiser(scratch, dim, dim, power_of_two=p["scale_format"] == "ue8m0") if stored else None

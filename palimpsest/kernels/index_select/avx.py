@@ -20,7 +20,7 @@ class _Group:
         scratch, p = call.scratch, call.params
         self.topk, heads, dim = p["topk"], p["heads"], p["dim"]
         rows, tile, width = sizes.avx_select_rows(self.topk, heads, dim), sizes.AMX_KEY_TILE, sizes.avx_dim(dim)
-        padded, capacity = sizes.even(heads), sizes.fast_capacity(self.topk)
+        padded, capacity = sizes.avx_heads(heads), sizes.fast_capacity(self.topk)
         self.rows = rows
         table = scratch.take((256,), "fp32")
         codes = scratch.take((256,), "u8")
@@ -29,10 +29,9 @@ class _Group:
         self.table = table.numpy()
         self.wide = scratch.take((rows, padded, width), "fp32").numpy()
         self.weights = scratch.take((rows, padded), "fp32").numpy()
-        self.columns = scratch.take((width, tile), "fp32").numpy()
+        self.columns = scratch.take((tile // RUN, width, RUN), "fp32").numpy()
         self.scores = scratch.take((sizes.SELECT_ROWS, tile), "fp32").numpy()
-        self.left = scratch.take((RUN,), "fp32").numpy()
-        self.right = scratch.take((RUN,), "fp32").numpy()
+        self.sums = scratch.take((4, RUN), "fp32").numpy()
         self.line = scratch.take((tile,), "i32").numpy()
         self.candidates = scratch.take((rows, capacity), "i32").numpy()
         self.ids = scratch.take((rows, capacity), "i32").numpy()
@@ -47,7 +46,7 @@ class _Group:
 
     def score(self, keys: np.ndarray, scales: np.ndarray, seen: np.ndarray, tokens: range, scores: np.ndarray, nans: np.ndarray) -> None:
         pass_tiles(
-            keys, scales, seen, tokens.start, tokens.stop, self.table, self.wide, self.weights, self.columns, scores, self.left, self.right,
+            keys, scales, seen, tokens.start, tokens.stop, self.table, self.wide, self.weights, self.columns, scores, self.sums,
             self.line, self.candidates, self.ids, self.held, self.least, self.work, self.sample, nans, self.topk,
         )  # fmt: skip
 

@@ -11,52 +11,58 @@ from palimpsest.kernels.avx_topk import LOWEST, compact, push_scores
 from palimpsest.kernels.jit import exact_products, kernel, piece
 
 #: keys whose partial dots stay in the first cache level
-RUN = 256
+RUN = 512
 
 
 @exact_products
-def _dots(keys, first, width, query, head, dim, left, right):
-    """left[:width], right[:width] = dots of heads ``head`` and ``head + 1`` with keys[:, first : first + width] [dim, tile]; dim % 8 == 0."""
+def _dots(keys, width, query, head, sums):
+    """sums[i, :width] = dots of heads ``head`` + i, i < 4, with keys[:, :width] [dim, RUN]; the dim is a multiple of 4.
+
+    Four heads share a key's loads and four dims share a sum's: what keeps the loop from waiting for the cache.
+    """
+    s0, s1, s2, s3 = sums[0], sums[1], sums[2], sums[3]
     for j in range(width):
-        left[j] = np.float32(0)
-        right[j] = np.float32(0)
-    for d in range(0, dim, 8):
+        s0[j] = s1[j] = s2[j] = s3[j] = np.float32(0)
+    for d in range(0, query.shape[1], 4):
         a0, a1, a2, a3 = query[head, d], query[head, d + 1], query[head, d + 2], query[head, d + 3]
-        a4, a5, a6, a7 = query[head, d + 4], query[head, d + 5], query[head, d + 6], query[head, d + 7]
         b0, b1, b2, b3 = query[head + 1, d], query[head + 1, d + 1], query[head + 1, d + 2], query[head + 1, d + 3]
-        b4, b5, b6, b7 = query[head + 1, d + 4], query[head + 1, d + 5], query[head + 1, d + 6], query[head + 1, d + 7]
+        c0, c1, c2, c3 = query[head + 2, d], query[head + 2, d + 1], query[head + 2, d + 2], query[head + 2, d + 3]
+        e0, e1, e2, e3 = query[head + 3, d], query[head + 3, d + 1], query[head + 3, d + 2], query[head + 3, d + 3]
         for j in range(width):
-            c = first + j
-            x, y, k = left[j], right[j], keys[d, c]
-            x, y, k = x + a0 * k, y + b0 * k, keys[d + 1, c]
-            x, y, k = x + a1 * k, y + b1 * k, keys[d + 2, c]
-            x, y, k = x + a2 * k, y + b2 * k, keys[d + 3, c]
-            x, y, k = x + a3 * k, y + b3 * k, keys[d + 4, c]
-            x, y, k = x + a4 * k, y + b4 * k, keys[d + 5, c]
-            x, y, k = x + a5 * k, y + b5 * k, keys[d + 6, c]
-            x, y, k = x + a6 * k, y + b6 * k, keys[d + 7, c]
-            left[j], right[j] = x + a7 * k, y + b7 * k
+            w, x, y, z = s0[j], s1[j], s2[j], s3[j]
+            k = keys[d, j]
+            w, x, y, z = w + a0 * k, x + b0 * k, y + c0 * k, z + e0 * k
+            k = keys[d + 1, j]
+            w, x, y, z = w + a1 * k, x + b1 * k, y + c1 * k, z + e1 * k
+            k = keys[d + 2, j]
+            w, x, y, z = w + a2 * k, x + b2 * k, y + c2 * k, z + e2 * k
+            k = keys[d + 3, j]
+            s0[j], s1[j], s2[j], s3[j] = w + a3 * k, x + b3 * k, y + c3 * k, z + e3 * k
 
 
 @piece
-def _add_head(dots, weight, total, first, width):
-    """total += weight * relu(dots), a NaN staying a NaN."""
+def _add_heads(sums, weights, head, total, width):
+    """total += weights[head + i] * relu(sums[i]), heads ascending, a NaN staying a NaN."""
+    zero, s0, s1, s2, s3 = np.float32(0), sums[0], sums[1], sums[2], sums[3]
+    w0, w1, w2, w3 = weights[head], weights[head + 1], weights[head + 2], weights[head + 3]
     for j in range(width):
-        dot = dots[j]
-        total[first + j] += weight * (np.float32(0) if dot < np.float32(0) else dot)
+        value = total[j] + w0 * (zero if s0[j] < zero else s0[j])
+        value += w1 * (zero if s1[j] < zero else s1[j])
+        value += w2 * (zero if s2[j] < zero else s2[j])
+        total[j] = value + w3 * (zero if s3[j] < zero else s3[j])
 
 
 @piece
-def _scores(keys, query, weights, scales, scores, left, right, count):
-    """scores[:count] of one row; ``query`` [heads, dim] with an even number of heads."""
-    for j in range(count):
-        scores[j] = np.float32(0)
-    for first in range(0, count, RUN):
-        width = min(RUN, count - first)
-        for head in range(0, query.shape[0], 2):
-            _dots(keys, first, width, query, head, query.shape[1], left, right)
-            _add_head(left, weights[head], scores, first, width)
-            _add_head(right, weights[head + 1], scores, first, width)
+def _scores(columns, query, weights, scales, scores, sums, count):
+    """scores[:count] of one row against columns [blocks, dim, RUN]; ``query`` [heads, dim], heads a multiple of 4."""
+    for block in range((count + RUN - 1) // RUN):
+        first, keys = block * RUN, columns[block]
+        width, total = min(RUN, count - first), scores[first:]
+        for j in range(width):
+            total[j] = np.float32(0)
+        for head in range(0, query.shape[0], 4):
+            _dots(keys, width, query, head, sums)
+            _add_heads(sums, weights, head, total, width)
     for j in range(count):
         scores[j] = scores[j] * scales[j] + np.float32(0)
 
@@ -74,30 +80,30 @@ def begin(queries, weights, table, wide, head_weights, held, least):
 
 
 @kernel(
-    "void(u1[:,::1], f4[::1], i8[::1], i8, i8, f4[::1], f4[:,:,::1], f4[:,::1], f4[:,::1], f4[:,::1], f4[::1], f4[::1],"
+    "void(u1[:,::1], f4[::1], i8[::1], i8, i8, f4[::1], f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1], f4[:,::1],"
     " i4[::1], i4[:,::1], i4[:,::1], i8[::1], i4[::1], i4[::1], i4[::1], i4[::1], i8)"
 )
 def pass_tiles(
-    keys, scales, seen, start, stop, table, wide, head_weights, columns, scores, left, right,
+    keys, scales, seen, start, stop, table, wide, head_weights, columns, scores, sums,
     line, candidates, ids, held, least, work, sample, nans, topk,
 ):  # fmt: skip
     """Score tokens [start, stop) for a group and offer them to its candidates. Row i sees the first ``seen[i]`` tokens of all.
 
-    columns [dim, tile]: the decoded keys of one tile; scores [1 or m, tile]: of the row at hand, or of every row when it has a row each
+    columns [tile/RUN, dim, RUN]: the decoded keys of one tile; scores [1 or m, tile]: of the row at hand, or of every row when it has a row each
     """
     tile, dim = scores.shape[1], keys.shape[1]
     shared = scores.shape[0] == 1
     for first in range(start, stop, tile):
         count = min(tile, stop - first)
-        for d in range(columns.shape[0]):
-            for j in range(count):
-                columns[d, j] = table[keys[first + j, d]] if d < dim else np.float32(0)
+        for j in range(count):
+            for d in range(columns.shape[1]):
+                columns[j // RUN, d, j % RUN] = table[keys[first + j, d]] if d < dim else np.float32(0)
         for row in range(seen.shape[0]):
             visible = min(count, seen[row] - first)
             if visible <= 0:
                 continue
             scored = scores[0 if shared else row]
-            _scores(columns, wide[row], head_weights[row], scales[first : first + visible], scored, left, right, visible)
+            _scores(columns, wide[row], head_weights[row], scales[first : first + visible], scored, sums, visible)
             count_now, least_now, lost = push_scores(
                 scored, visible, first, line, candidates[row], ids[row], held[row], least[row], topk, work, sample
             )

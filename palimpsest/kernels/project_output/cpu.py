@@ -10,7 +10,7 @@ import torch
 
 from palimpsest.kernels import linear
 from palimpsest.kernels.call import Call, Chunk, Scratch
-from palimpsest.kernels.linear import Gemm, Projection, row_tiles
+from palimpsest.kernels.linear import Gemm, make_projection, row_tiles
 from palimpsest.kernels.sizes import ROW_TILE
 from palimpsest.ranks.layout import head_groups
 
@@ -26,9 +26,9 @@ class _Heads:
     def __init__(self, call: Call):
         scratch, p = call.scratch, call.params
         self.call, self.v_dim = call, p["v_dim"]
-        self.value = Projection(scratch, p["kv_lora"], p["v_dim"])
-        self.out = Projection(scratch, p["v_dim"], p["hidden"])
-        self.gate = Projection(scratch, p["hidden"], p["v_dim"]) if p["gate"] else None
+        self.value = make_projection(call, call.view("uv"), p["kv_lora"], p["v_dim"])
+        self.out = make_projection(call, call.view("o"), p["v_dim"], p["hidden"])
+        self.gate = make_projection(call, call.view("gate"), p["hidden"], p["v_dim"]) if p["gate"] else None
         self.v = scratch.take((ROW_TILE, p["v_dim"]), "fp32")
         self.g = scratch.take((ROW_TILE, p["v_dim"]), "fp32")
 

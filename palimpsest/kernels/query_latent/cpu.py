@@ -5,7 +5,7 @@ from typing import Any
 
 from palimpsest.kernels import linear
 from palimpsest.kernels.call import Call, Chunk
-from palimpsest.kernels.linear import Gemm, Projection, row_tiles
+from palimpsest.kernels.linear import Gemm, make_projection, row_tiles
 from palimpsest.kernels.norms import RowNorm
 from palimpsest.kernels.sizes import ROW_TILE
 
@@ -19,7 +19,7 @@ def run(call: Call, chunk: Chunk) -> None:
     scratch, width = call.scratch, call.params["q_lora"]
     scratch.reset()
     hidden, weight, out = call.view("hidden"), call.view("q_a"), call.view("q_latent")
-    projection = Projection(scratch, call.params["hidden"], width)
+    projection = make_projection(call, weight, call.params["hidden"], width)
     norm = RowNorm(scratch, call.view("q_a_norm"), call.params["eps"])
     tile = scratch.take((ROW_TILE, width), "fp32")
     for first, end in row_tiles(0, chunk.rows):

@@ -74,7 +74,7 @@ def run(call: Call, chunk: Chunk) -> None:
     checked_counts(call, chunk)
     p, operands = call.params, Operands(call)
     call.scratch.reset()
-    works = [Work(call.scratch, p["topk"], p["heads"], p["kv_lora"], p["rope_dims"]) for _ in range(p["threads"])]
+    works = [Work(call.scratch, p["topk"], p["heads"], p["kv_lora"], p["rope_dims"]) for _ in range(p.get("threads", 1))]
     groups = [slice(first, min(first + sizes.ATTEND_ROWS, chunk.rows)) for first in range(0, chunk.rows, sizes.ATTEND_ROWS)]
     each(groups, len(works), lambda thread, rows: attend_slice(operands, works[thread], rows))
 

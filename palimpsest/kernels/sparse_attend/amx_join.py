@@ -1,0 +1,81 @@
+"""The union of neighbouring rows' ids, and which rows attend each: merged window by window, so that scratch does not grow with the history."""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from palimpsest.kernels.amx_ir import I64, call, value
+from palimpsest.kernels.jit import piece
+from palimpsest.kernels.sizes import UNION_WINDOW
+
+
+@intrinsic
+def ones(typing: Any, word: Any) -> Any:
+    """Set bits."""
+    return types.int64(types.uint64), value(lambda b, word: call(b, "llvm.ctpop.i64", I64, word))
+
+
+@intrinsic
+def lowest_bit(typing: Any, word: Any) -> Any:
+    """Place of the lowest set bit."""
+    return types.int64(types.uint64), value(lambda b, word: call(b, "llvm.cttz.i64", I64, word, ir.IntType(1)(0)))
+
+
+@piece
+def _mark(ids, counts, places, ends, bits, start):
+    """Set the bit of every id in the window from ``start``; ends[r] = the first id of row r past it."""
+    for word in range(bits.shape[0]):
+        bits[word] = np.uint64(0)
+    for row in range(ids.shape[0]):
+        place = places[row]
+        while place < counts[row] and ids[row, place] < start + UNION_WINDOW:
+            at = ids[row, place] - start
+            bits[at >> 6] |= np.uint64(1) << np.uint64(at & 63)
+            place += 1
+        ends[row] = place
+
+
+@piece
+def join(ids, counts, lanes, heads, union, masks, bits, before, places, ends):
+    """union[:n] = distinct ids of the rows, ascending; masks[i, tile] = lanes that attend union[i]; returns n, or -1 when more than fit.
+
+    ids [m, topk] ascending, counts [m]; lanes: of one row (8 or 16), of which ``heads`` are real; bits, before: one window
+    """
+    held = 0
+    for row in range(ids.shape[0]):
+        places[row] = 0
+    while True:
+        lowest = -1
+        for row in range(ids.shape[0]):
+            if places[row] < counts[row] and (lowest < 0 or ids[row, places[row]] < lowest):
+                lowest = ids[row, places[row]]
+        if lowest < 0:
+            return held
+        start = lowest // UNION_WINDOW * UNION_WINDOW
+        _mark(ids, counts, places, ends, bits, start)
+        total = held
+        for word in range(bits.shape[0]):
+            before[word] = total
+            total += ones(bits[word])
+        if total > union.shape[0]:
+            return -1
+        for word in range(bits.shape[0]):
+            left, at = bits[word], before[word]
+            while left:
+                union[at] = start + 64 * word + lowest_bit(left)
+                at += 1
+                left &= left - np.uint64(1)
+        for i in range(held, total):
+            for tile in range(masks.shape[1]):
+                masks[i, tile] = 0
+        for row in range(ids.shape[0]):
+            tile, lane = row * lanes // 16, np.uint16(((1 << heads) - 1) << (row * lanes % 16))
+            for place in range(places[row], ends[row]):
+                at = ids[row, place] - start
+                below = bits[at >> 6] & ((np.uint64(1) << np.uint64(at & 63)) - np.uint64(1))
+                masks[before[at >> 6] + ones(below), tile] |= lane
+            places[row] = ends[row]
+        held = total
