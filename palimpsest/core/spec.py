@@ -10,7 +10,7 @@ from functools import cached_property
 
 from palimpsest.core.canon import digest
 from palimpsest.core.errors import BadConfig
-from palimpsest.core.units import CPU_ALIGN, dtype_bytes
+from palimpsest.core.units import CPU_ALIGN, Ranks, Rows, Tokens, dtype_bytes, plain_count
 
 #: classes of bytes. Only ``reusable`` buffers may share bytes; each class has a segment of its own.
 KINDS = ("weights", "persistent", "reusable", "staging", "table", "signal")
@@ -21,7 +21,7 @@ AXES = ("tokens", "rows", "slice", "topk", "heads", "pages", "ranks", "fixed")
 
 @dataclass(frozen=True)
 class Limits:
-    """The prepared capacity.
+    """The prepared capacity. Each number is a whole number or a count of the right thing (``units.Tokens``, ``Rows``, ``Ranks``).
 
     tokens: history tokens a request may reach, a multiple of ``page``
     rows:   query rows of one prefill chunk
@@ -35,10 +35,11 @@ class Limits:
     page: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "rows", "ranks", "page"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
+        for name, unit in (("tokens", Tokens), ("rows", Rows), ("ranks", Ranks), ("page", Tokens)):
+            value = plain_count(getattr(self, name), unit, name)
+            if value < 1:
                 raise BadConfig(f"{name} = {value!r} must be a positive whole number")
+            object.__setattr__(self, name, value)
         if self.tokens % self.page:
             raise BadConfig(
                 f"context {self.tokens} is not a multiple of the page of {self.page} tokens; "

@@ -1,6 +1,7 @@
 """Sizes: dtypes in bytes, alignment, and the way people write 1M, 256K and 96GiB."""
 
 import re
+from typing import Self
 
 from palimpsest.core.errors import BadConfig, UnknownName
 
@@ -13,6 +14,101 @@ CPU_ALIGN = 64
 _SUFFIX = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _COUNT = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]?)$", re.IGNORECASE)
 _BYTES = re.compile(r"^(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?$", re.IGNORECASE)
+
+
+class Count(int):
+    """A whole number of one thing. Two counts of different things do not add, subtract or compare; plain numbers do.
+
+    Wrap a number where it enters (``Tokens(parse_count(...))``): ``Limits`` then refuses rows where tokens are meant.
+    """
+
+    __slots__ = ()
+
+    def _same(self, other: int) -> int:
+        if isinstance(other, Count) and type(other) is not type(self):
+            raise TypeError(f"{self!r} and {other!r} count different things; convert one of them first")
+        return int(other)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({int(self)})"
+
+    __str__ = int.__repr__
+
+    def __add__(self, other: int) -> Self:
+        return type(self)(int(self) + self._same(other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: int) -> Self:
+        return type(self)(int(self) - self._same(other))
+
+    def __rsub__(self, other: int) -> Self:
+        return type(self)(self._same(other) - int(self))
+
+    def __lt__(self, other: int) -> bool:
+        return int(self) < self._same(other)
+
+    def __le__(self, other: int) -> bool:
+        return int(self) <= self._same(other)
+
+    def __gt__(self, other: int) -> bool:
+        return int(self) > self._same(other)
+
+    def __ge__(self, other: int) -> bool:
+        return int(self) >= self._same(other)
+
+    def __eq__(self, other: object) -> bool:
+        return int(self) == (self._same(other) if isinstance(other, int) else other)
+
+    def __hash__(self) -> int:
+        return hash(int(self))
+
+
+class Tokens(Count):
+    """History tokens."""
+
+    def pages(self, page: int) -> "Pages":
+        """Pages of ``page`` tokens that hold them, the last one perhaps partial."""
+        return Pages(-(-int(self) // page))
+
+    def pools(self, pool: int) -> "Pools":
+        """Pools of ``pool`` tokens that score as one key, the last one perhaps partial."""
+        return Pools(-(-int(self) // pool))
+
+
+class Pages(Count):
+    """Cache pages."""
+
+    def tokens(self, page: int) -> Tokens:
+        """Tokens that fit into them."""
+        return Tokens(int(self) * page)
+
+
+class Pools(Count):
+    """Pools of keys that an indexer scores as one."""
+
+    def tokens(self, pool: int) -> Tokens:
+        """Tokens of whole pools."""
+        return Tokens(int(self) * pool)
+
+
+class Rows(Count):
+    """Query rows of a chunk."""
+
+
+class Ranks(Count):
+    """Tensor-parallel ranks."""
+
+
+def plain_count(value: object, unit: type[Count], name: str) -> int:
+    """``value`` as a plain int when it is a whole number or a count of the right thing. Raises BadConfig for another thing."""
+    if isinstance(value, Count):
+        if type(value) is not unit:
+            raise BadConfig(f"{name} = {value!r} counts {type(value).__name__.lower()}; {unit.__name__.lower()} are wanted")
+        return int(value)
+    if type(value) is not int:
+        raise BadConfig(f"{name} = {value!r} must be a positive whole number")
+    return value
 
 
 def dtype_bytes(dtype: str) -> int:

@@ -201,30 +201,34 @@ def gather_pages(offsets: tuple[int, ...]) -> Function:
 def select_tile(stored: bool) -> Function:
     """One key tile of a group of rows: scores, then the ``topk`` best of the state and the tile.
 
-    query [m, heads, dim], weights [m, heads], keys [KEY_TILE, dim] (, scales [KEY_TILE]), seen i64 [m] (tokens each row sees),
-    start i64 [1] (first token of the tile), state i64 [m, topk], nans i32 [m].
+    query [m, heads, dim], weights [m, heads], keys [n, dim] (, scales [n]), seen i64 [m] (tokens each row sees), start i64 [2]
+    (first token of the view, first token not scored before), state i64 [m, topk], nans i32 [m].
     """
 
     def body(query: Tensor, weights: Tensor, keys: Tensor, scales: Tensor | None, seen: Tensor, start: Tensor, state: Tensor,
              nans: Tensor) -> None:  # fmt: skip
         m, heads, dim = query.shape
-        dots = torch.mm(query.to(torch.float64).reshape(m * heads, dim), keys.to(torch.float64).t()).reshape(m, heads, -1)
+        n, wide_keys = keys.shape[0], keys.to(torch.float64)
+        if scales is None:
+            wide_keys = F.pad(wide_keys, (0, 0, 0, KEY_TILE - n))  # fp32 dots round: one shape, as the portable engine has
+        dots = torch.mm(query.to(torch.float64).reshape(m * heads, dim), wide_keys.t()).reshape(m, heads, -1)[:, :, :n]
         wide = weights.to(torch.float64)
         total = torch.zeros_like(dots[:, 0])
         for head in range(heads):
             total = total + torch.clamp(dots[:, head], min=0.0) * wide[:, head].unsqueeze(1)
         if scales is not None:
             total = total * scales.to(torch.float64)
-        scores, ids = positive_zero(total.to(torch.float32)), start + torch.arange(keys.shape[0])
-        visible, lost = ids < seen.unsqueeze(1), torch.isnan(scores)
+        scores, ids = positive_zero(total.to(torch.float32)), start[0] + torch.arange(n)
+        visible, lost = (ids >= start[1]) & (ids < seen.unsqueeze(1)), torch.isnan(scores)
+        first = start[1] == 0
         bits = torch.where(lost, _NEGATIVE_INFINITY, scores.view(torch.int32))
         order = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
         found = torch.where(visible, (order.to(torch.int64) << 32) | ids, _LAST)
-        kept = torch.where(start == 0, _LAST, state)
+        kept = torch.where(first, _LAST, state)
         best = torch.topk(torch.cat([kept, found], 1), state.shape[1], dim=1, largest=False, sorted=False)[0]
         state.copy_(best)
         count = (lost & visible).sum(1).to(torch.int32)
-        nans.copy_(torch.where(start == 0, 0, nans) + count)
+        nans.copy_(torch.where(first, 0, nans) + count)
 
     if stored:
         return body

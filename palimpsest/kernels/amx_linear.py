@@ -59,7 +59,7 @@ def read_word(typing: Any, address: Any) -> Any:
     return types.uint64(ADDRESS), value(lambda b, address: load(b, address, ir.IntType(64), 2))
 
 
-@kernel("void(f4[:,::1], u2[:,:,::1])")
+@kernel("f4[:,::1]", "u2[:,:,::1]")
 def split_rows(rows, parts):
     """rows [m, depth] fp32 -> parts [2, m, depth] bf16: high, low."""
     for row in range(rows.shape[0]):
@@ -68,7 +68,7 @@ def split_rows(rows, parts):
             split16(source + np.uint64(4 * d), high + np.uint64(2 * d), low + np.uint64(2 * d))
 
 
-@kernel("void(u2[:,:,::1], u2[:,:,:,:,:,::1])")
+@kernel("u2[:,:,::1]", "u2[:,:,:,:,:,::1]")
 def pack_rows(parts, packed):
     """parts [p, 32, depth] bf16 -> packed [steps, p, 2, 16 pairs, 16 rows, 2]."""
     pitch, to = 2 * parts.shape[2], packed.ctypes.data
@@ -112,7 +112,7 @@ def _multiply(upper, lower, pitch, packed, steps, split, sums):
     tile_store(3, sums + np.uint64(3072), 64)
 
 
-@kernel("void(u8, i8, i8, u2[:,:,:,:,:,::1], u2[:,::1], f4[::1], f4[:,::1])")
+@kernel("u8", "i8", "i8", "u2[:,:,:,:,:,::1]", "u2[:,::1]", "f4[::1]", "f4[:,::1]")
 def project_rows(weight, pitch, columns, packed, tail, sums, out):
     """out [32, columns] = packed rows @ weight.T; weight rows of ``pitch`` bytes at address ``weight``; tail [32, depth]: scratch."""
     steps, split, depth = packed.shape[0], packed.shape[1] == 2, 32 * packed.shape[0]

@@ -13,7 +13,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from palimpsest.kernels.amx_ir import (
-    ADDRESS, F32X16, I1X16, I32, I32X16, I64, compress, const, count_lanes, load, offset, splat, store, value,
+    ADDRESS, F32X16, I32, I32X16, I64, compress, const, count_lanes, load, offset, splat, store, value,
 )  # fmt: skip
 from palimpsest.kernels.jit import piece
 
@@ -198,8 +198,12 @@ def compact(keys, ids, count, topk, work, sample):
 
 
 @piece
-def push_scores(scores, seen, first, keys, ids, held, least, topk, work, sample):
-    """Feed scores[:seen] of tokens ``first``...; returns (held, least, NaN scores). ``scores`` is readable up to a multiple of 64."""
+def push_scores(group, row, scores, seen, first):
+    """Offer scores[:seen] of tokens ``first``... to ``row`` of a group; returns how many were NaN. ``scores`` is readable up to a multiple of 64.
+
+    group: candidates, ids [m, capacity], held, least [m], work, sample, topk
+    """
+    keys, ids, held, least = group.candidates[row], group.ids[row], group.held[row], group.least[row]
     capacity, nans = keys.shape[0] - SLACK, 0
     source, at_keys, at_ids = scores.ctypes.data, keys.ctypes.data, ids.ctypes.data
     for j in range(0, seen, 64):
@@ -207,9 +211,7 @@ def push_scores(scores, seen, first, keys, ids, held, least, topk, work, sample)
         held = packed & 0xFFFFFFFF
         nans += packed >> 32
         if held > capacity - 64:
-            least = compact(keys, ids, held, topk, work, sample)
-            held = topk
-    return held, least, nans
-
-
-__all__ = ["I1X16", "LOWEST", "SLACK", "compact", "kth_largest", "push_scores"]
+            least = compact(keys, ids, held, group.topk, group.work, group.sample)
+            held = group.topk
+    group.held[row], group.least[row] = held, least
+    return nans

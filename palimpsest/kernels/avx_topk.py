@@ -99,8 +99,12 @@ def compact(keys, ids, count, topk, work, sample):
 
 
 @piece
-def push_scores(scores, seen, first, line, keys, ids, held, least, topk, work, sample):
-    """Feed scores[:seen] of tokens ``first``...; returns (held, least, NaN scores). ``line`` [>= seen] int32: scratch."""
+def push_scores(group, row, scores, seen, first):
+    """Offer scores[:seen] of tokens ``first``... to ``row`` of a group; returns how many were NaN.
+
+    group: candidates, ids [m, capacity], held, least [m], line [>= seen], work, sample, topk
+    """
+    line, keys, ids, held, least = group.line, group.candidates[row], group.ids[row], group.held[row], group.least[row]
     nans, capacity = to_keys(scores, line, seen), keys.shape[0] - RUN
     for start in range(0, seen, RUN):
         stop, best = min(start + RUN, seen), LOWEST
@@ -111,6 +115,7 @@ def push_scores(scores, seen, first, line, keys, ids, held, least, topk, work, s
                 keys[held], ids[held] = line[j], first + j
                 held += line[j] > least
             if held > capacity:
-                least = compact(keys, ids, held, topk, work, sample)
-                held = topk
-    return held, least, nans
+                least = compact(keys, ids, held, group.topk, group.work, group.sample)
+                held = group.topk
+    group.held[row], group.least[row] = held, least
+    return nans

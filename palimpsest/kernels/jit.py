@@ -11,12 +11,16 @@ stamp here covers every compiled source file: code from before an edit to a shar
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from numba import njit
+import numpy as np
+from numba import njit, types
+from numba.core import sigutils
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import register_jitable
 
+#: a field of a kernel's NamedTuple, annotated with numba's spelling of its type
+Array = np.ndarray
 #: a piece of a kernel: inlined into the kernels that call it, never compiled alone
 piece = register_jitable
 #: a piece whose products are exact: whether the target fuses its multiplications and additions changes no bit
@@ -41,8 +45,19 @@ class _StampedCache(FunctionCache):
         )
 
 
-def kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compile a function for ``signature`` now, without the interpreter lock, from the cache when it is there."""
+def _type(argument: str | type) -> types.Type:
+    """The numba type of ``argument``: a type string, or a NamedTuple class whose fields are annotated with such."""
+    if isinstance(argument, str):
+        return sigutils.normalize_signature(f"void({argument})")[0][0]
+    fields = get_type_hints(argument, include_extras=True).values()
+    return types.NamedTuple([_type(one.__metadata__[0]) for one in fields], argument)
+
+
+def kernel(*arguments: str | type, returns: str = "void") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compile a function of these arguments now, without the interpreter lock, from the cache when it is there.
+
+    An argument is numba's spelling of a type, such as ``f4[:,::1]``, or a NamedTuple class whose fields are ``Annotated[..., that spelling]``.
+    """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         dispatcher = njit(nogil=True, error_model="numpy")(function)
@@ -50,7 +65,8 @@ def kernel(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             dispatcher._cache = _StampedCache(function)
         except RuntimeError:
             pass  # no folder to keep machine code in: this process keeps its own
-        dispatcher.compile(signature)
+        result = sigutils.normalize_signature(f"{returns}()")[1]
+        dispatcher.compile(result(*[_type(one) for one in arguments]))
         dispatcher.disable_compile()
         return dispatcher
 

@@ -45,7 +45,8 @@ def _check_places(program: Program, plan: Plan) -> None:
             raise PlanRefused(f"the plan places {name}, which program {program.name} does not declare; plan this program again")
         if count > 1:
             raise PlanRefused(f"the plan places {name} {count} times; once is wanted")
-    missing = [name for name in wanted if name not in set(names)]
+    placed = set(names)
+    missing = [name for name in wanted if name not in placed]
     if missing:
         raise PlanRefused(
             f"the plan does not place {', '.join(missing[:4])} ({len(missing)} of {len(wanted)} buffers); plan this program again"
@@ -131,6 +132,7 @@ def _check_pins(plan: Plan) -> None:
 def _check_histories(program: Program, plan: Plan) -> None:
     """Histories that share bytes need a step of scope ``all`` between them when there are several ranks; ``off`` means apart."""
     at = {place.buffer: place for place in plan.places}
+    shown: list[tuple[Place, Place]] = []
     for early, late in zip(program.histories[::2], program.histories[1::2], strict=False):
         one, two = at[early], at[late]
         shared = shared_bytes(one, two)
@@ -139,34 +141,41 @@ def _check_histories(program: Program, plan: Plan) -> None:
         if plan.reuse == "off":
             both = f"{one.buffer} {byte_range(one)} and {two.buffer} {byte_range(two)}"
             raise PlanRefused(f"the plan says reuse off, but {both} share {shared:,} bytes")
-        if program.limits.ranks > 1:
-            _check_barrier(program, one, two)
+        shown.append((one, two))
+    if program.limits.ranks > 1 and shown:
+        _check_barriers(program, shown)
 
 
-def _check_barrier(program: Program, one: Place, two: Place) -> None:
-    """Between every two users of different histories, a step of scope ``all`` ordered after one and before the other."""
+def _check_barriers(program: Program, pairs: list[tuple[Place, Place]]) -> None:
+    """Between every two users of the histories of a pair, a step of scope ``all`` ordered after one and before the other."""
     clocks, end = clocks_of(program), len(program.steps)
+    touched: dict[str, list[int]] = {place.buffer: [] for pair in pairs for place in pair}
+    for name in touched:
+        if name in program.inputs:
+            touched[name].append(-1)
+    for i, step in enumerate(program.steps):
+        for name in dict.fromkeys(name for _, name in step.accesses() if name in touched):
+            touched[name].append(i)
+    for name in touched:
+        if name in program.outputs:
+            touched[name].append(end)
+    fences = [i for i, step in enumerate(program.steps) if step.scope == "all"]
 
     def ordered(i: int, j: int) -> bool:
         if i < 0 or j == end:
             return i < j
         return i != j and clocks[j].get(program.steps[i].queue, 0) >= clocks[i][program.steps[i].queue]
 
-    names = (one.buffer, two.buffer)
-    users = [(-1, name) for name in names if name in program.inputs]
-    for i, step in enumerate(program.steps):
-        touched = {name for _, name in step.accesses()}
-        users += [(i, name) for name in names if name in touched]
-    users += [(end, name) for name in names if name in program.outputs]
-    fences = [i for i, step in enumerate(program.steps) if step.scope == "all"]
-    for i, a in users:
-        for j, b in users:
-            if a != b and i < j and not any(ordered(i, k) and ordered(k, j) for k in fences):
-                raise PlanRefused(
-                    f"step {_name(program, j)} touches {b} on bytes that step {_name(program, i)} uses for {a}, "
-                    f"and no step that all {program.limits.ranks} ranks must reach lies between: {one.buffer} {byte_range(one)} "
-                    f"and {two.buffer} {byte_range(two)} share {shared_bytes(one, two):,} bytes; put a barrier between them"
-                )
+    for one, two in pairs:
+        users = sorted((i, place.buffer) for place in (one, two) for i in touched[place.buffer])
+        for i, a in reversed(users):
+            for j, b in users:
+                if a != b and i < j and not any(ordered(i, k) and ordered(k, j) for k in fences):
+                    raise PlanRefused(
+                        f"step {_name(program, j)} touches {b} on bytes that step {_name(program, i)} uses for {a}, and no step that "
+                        f"all {program.limits.ranks} ranks must reach lies between: {one.buffer} {byte_range(one)} and {two.buffer} "
+                        f"{byte_range(two)} share {shared_bytes(one, two):,} bytes; put a barrier between them"
+                    )
 
 
 def _check_claims(program: Program, plan: Plan) -> None:

@@ -4,6 +4,7 @@ A formula is arithmetic over the symbols printed beside it, with ``r256(x)`` = x
 follows ``where`` names a part of it. A test evaluates every formula and compares it with the number.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 
 from palimpsest.core.errors import BadConfig, Unsupported
@@ -112,13 +113,18 @@ class Ask:
 
 
 def ask(geometry: Geometry, limits: Limits, deployment: Deployment | None = None) -> Ask:
-    """The symbols of ``geometry`` at ``limits``. Raises Unsupported when the ranks do not divide the heads."""
+    """The symbols of ``geometry`` at ``limits``; the vocabulary is the geometry's own unless ``deployment`` has one.
+
+    Raises Unsupported when the ranks do not divide the heads.
+    """
     if geometry.heads % limits.ranks:
         raise Unsupported(f"{limits.ranks} ranks do not divide the {geometry.heads} heads of {geometry.name}")
-    ix = geometry.indexer
+    ix, known = geometry.indexer, deployment or Deployment()
+    if known.vocab is None and geometry.body is not None:
+        known = dataclasses.replace(known, vocab=geometry.body.vocab)
     return Ask(
         L=limits.tokens, N=limits.tokens, T=limits.rows, h=geometry.heads // limits.ranks, W=limits.ranks, K=ix.topk,
-        H=ix.heads, I=ix.dim, D=geometry.latent_dim, V=geometry.kv_lora, deployment=deployment or Deployment(),
+        H=ix.heads, I=ix.dim, D=geometry.latent_dim, V=geometry.kv_lora, deployment=known,
     )  # fmt: skip
 
 

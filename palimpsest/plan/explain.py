@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from palimpsest.core.spec import Program
 from palimpsest.plan.canvas import Canvas
+from palimpsest.plan.fold import role_of
 from palimpsest.plan.lifetime import START, Lifetimes, LiveRange
 from palimpsest.plan.plan import Plan
 
@@ -57,7 +58,7 @@ class Reuse:
 class Explanation:
     """The answer of ``palimpsest explain``; bytes of one rank.
 
-    runners_up: the busiest other steps, most bytes first: what the peak could fall to at best
+    runners_up: the busiest steps of other roles than the peak's, most bytes first: what the peak could fall to at best
     slots:      bytes of all reusable buffers if none shared; ``saved`` of them are shared, the rest is the peak
     """
 
@@ -83,7 +84,10 @@ def explain(program: Program, plan: Plan) -> Explanation:
     top = live.index(max(live)) + START
     phase = {step.name: step.phase for step in program.steps}
     order = sorted(range(len(live)), key=lambda i: (-live[i], i))
-    loads = [StepLoad(name := lifetimes.step_name(i + START), phase.get(name, ""), live[i]) for i in order if i + START != top]
+    loads: dict[str, StepLoad] = {}
+    for i in order:
+        step = lifetimes.step_name(i + START)
+        loads.setdefault(role_of(step), StepLoad(step, phase.get(step, ""), live[i]))
     reuses = _reuses(lifetimes, plan)
     slots = sum(place.nbytes for place in plan.places if place.kind == "reusable")
     saved = sum(reuse.saved for reuse in reuses)
@@ -97,7 +101,7 @@ def explain(program: Program, plan: Plan) -> Explanation:
         peak_step=name,
         peak_phase=phase.get(name, ""),
         alive=_alive(lifetimes, top),
-        runners_up=tuple(loads[:5]),
+        runners_up=tuple(loads.values())[1:6],
         slots=slots,
         saved=saved,
         idle=plan.peak - (slots - saved),

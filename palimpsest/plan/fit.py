@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from palimpsest.core.errors import BadConfig, CapacityError, Unsupported
 from palimpsest.core.spec import KINDS, Limits, Program
-from palimpsest.core.units import align_up
+from palimpsest.core.units import Pages, Ranks, Rows, Tokens, align_up
 from palimpsest.plan.account import CUDA_GRANULARITY, Role, roles
 from palimpsest.plan.lifetime import START, Lifetimes
 from palimpsest.plan.place import place
@@ -107,7 +107,7 @@ class Fit:
 def largest_context(build: Build, budget: Budget, *, rows: int, ranks: int, page: int = 64, least: int = 1) -> Fit:
     """The largest context, a multiple of ``page``, whose plan fits. ``least``: tokens a context must have, such as the top-k."""
     low = -(-max(rows, least) // page)
-    search = _Search(build, budget, lambda k: Limits(k * page, rows, ranks, page))
+    search = _Search(build, budget, lambda k: Limits(Pages(k).tokens(page), Rows(rows), Ranks(ranks), page))
     best = search.largest(low, LONGEST // page)
     if best is None:
         return search.misfit("context", low)
@@ -119,7 +119,7 @@ def largest_context(build: Build, budget: Budget, *, rows: int, ranks: int, page
 
 def largest_rows(build: Build, budget: Budget, *, tokens: int, ranks: int, page: int = 64) -> Fit:
     """The most query rows of one chunk whose plan fits with a context of ``tokens``."""
-    search = _Search(build, budget, lambda k: Limits(tokens, k, ranks, page))
+    search = _Search(build, budget, lambda k: Limits(Tokens(tokens), Rows(k), Ranks(ranks), page))
     best = search.largest(1, tokens)
     if best is None:
         return search.misfit("rows", 1)
@@ -131,7 +131,7 @@ def largest_rows(build: Build, budget: Budget, *, tokens: int, ranks: int, page:
 
 def fewest_ranks(build: Build, budget: Budget, *, tokens: int, rows: int, page: int = 64, choices: tuple[int, ...] = RANKS) -> Fit:
     """The fewest ranks of ``choices`` whose plan fits; counts the model does not allow are skipped. Raises Unsupported for none."""
-    search = _Search(build, budget, lambda k: Limits(tokens, rows, k, page))
+    search = _Search(build, budget, lambda k: Limits(Tokens(tokens), Rows(rows), Ranks(k), page))
     allowed = []
     for ranks in sorted(choices):
         try:

@@ -182,7 +182,12 @@ def _conflicts(lifetimes: Lifetimes, classes: list[list[str]], node: dict[str, i
                 if not masks[i] >> j & 1 and not lifetimes.chained(lives[i], lives[j]):
                     masks[i] |= 1 << j
                     masks[j] |= 1 << i
-    return tuple(tuple(j for j in range(len(classes)) if j != i and mask >> j & 1) for i, mask in enumerate(masks))
+    return tuple(tuple(j for j in _bits(mask) if j != i) for i, mask in enumerate(masks))
+
+
+def _bits(mask: int) -> list[int]:
+    """Positions of the ones, ascending."""
+    return [k for k, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
 
 
 def _refuse_pins(lifetimes: Lifetimes, problem: Problem, asked: dict[str, Pin]) -> None:

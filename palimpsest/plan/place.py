@@ -46,8 +46,8 @@ def _offsets(lifetimes: Lifetimes, pins: tuple[Pin, ...], restarts: int, placers
         return {}, PLACER
     best: Placement | None = None
     problem = fold(lifetimes, pins)
-    problems = [problem, fold(lifetimes, pins, whole=False)] if problem.folded else [problem]
-    for tried in problems:
+    for whole in (True, False) if problem.folded else (True,):
+        tried = problem if whole else fold(lifetimes, pins, whole=False)
         found = search(tried, restarts)
         if placers:
             found = omni.improve(lifetimes, tried, found)

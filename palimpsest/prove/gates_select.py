@@ -15,6 +15,7 @@ from palimpsest.prove import ties
 from palimpsest.prove.bounds import Arithmetic, score_error
 from palimpsest.prove.capture import Observation
 from palimpsest.prove.exact import Cutoff, Exact, Filtered, IndexRow, decode_keys, exact_cutoff, filtered_scores, refiner
+from palimpsest.prove.expect import TIE_CONDITIONS
 from palimpsest.prove.gates import Sheet
 from palimpsest.prove.peers import Caches
 
@@ -94,6 +95,7 @@ class Judge:
         self._ids = ids
         self.observation: Observation | None = None
         self.certificates: list[dict[str, Any]] = []
+        self.judged: dict[int, NDArray[np.int32]] = {}
 
     def block(self, first: int, scores: list[NDArray[np.float32]]) -> None:
         """Rows first, first + 1, ... with their visible scores, at the moment their ids are written."""
@@ -105,6 +107,7 @@ class Judge:
             slot = row - self.observation.first_row
             count = int(np.clip(counts[slot], 0, self.facts.topk))
             picked = ids[slot, :count]
+            self.judged[row] = picked.copy()
             self._valid(row, picked, ranked)
             if row in self.plan.audited:
                 self._truth(row, picked, ranked, exact[row])
@@ -280,6 +283,26 @@ def _side_fault(picked: NDArray[np.int32], found: Filtered, allowed: F64, cutoff
         return f"id {int(missing[0])} lies above the cutoff beyond any rounding and is not selected"
     wrong = np.flatnonzero((found.value + allowed < tau - slack) & chosen)
     return f"id {int(wrong[0])} lies below the cutoff beyond any rounding and is selected" if len(wrong) else ""
+
+
+def minima(sheet: Sheet, wanted: dict[str, int], found: dict[str, int]) -> None:
+    """K6 and V3: what the case was built to show is there, on all ranks together; INCONCLUSIVE otherwise."""
+    for gate, names in (("K6", TIE_CONDITIONS if wanted["tie_rows"] else ()), ("V3", tuple(n for n, v in wanted.items() if v))):
+        for name in names:
+            cell = sheet.cell(gate)
+            if found[name] >= wanted[name]:
+                cell.passed(1)
+            else:
+                cell.fail(1, f"{name}: {found[name]} found, at least {wanted[name]} needed", "INCONCLUSIVE")
+
+
+def emitted(sheet: Sheet, o: Observation, judge: Judge, rows: int, where: str) -> None:
+    """The ids that reached the attention are, row by row, those that were judged when the selector wrote them (part of K2)."""
+    ids, counts = o.array("ids", np.int32, rows, judge.facts.topk), o.array("counts", np.int32, rows)
+    for row in range(o.first_row, o.first_row + o.own):
+        if row not in judge.judged or not np.array_equal(ids[row, : counts[row]], judge.judged[row]):
+            sheet.cell("K2").fail(0, f"{where} row {row}: the ids that reached the attention are not those the selector ranked")
+            return
 
 
 def structure(sheet: Sheet, o: Observation, facts: IndexFacts, rows: int, where: str) -> None:

@@ -21,7 +21,7 @@ from palimpsest.prove import fill, gates_output, gates_pairs, gates_select, gate
 from palimpsest.prove.capture import Observation, Watch, raw, whole_digest
 from palimpsest.prove.cases import Case, Replay, audited_rows, rank_rows
 from palimpsest.prove.data import Data
-from palimpsest.prove.expect import ARRANGEMENTS, TIE_CONDITIONS, expect_case
+from palimpsest.prove.expect import ARRANGEMENTS, expect_case
 from palimpsest.prove.gates import SEAL, Sheet
 from palimpsest.prove.gates_pairs import Kept
 from palimpsest.prove.gates_select import Counters, Judge
@@ -330,6 +330,7 @@ class Qualifier:
         made = t.made or {cache: {} for cache in o.pages_before}
         gates_storage.persistence(sheet, o, made, page=profile.page, ranks=profile.ranks, rank=self.rank, where=where)
         gates_select.structure(sheet, o, setup.index_facts, profile.rows, where)
+        gates_select.emitted(sheet, o, t.judge, profile.rows, where)
         first = o.first_row
         ids = o.array("ids", np.int32, profile.rows, setup.geometry.indexer.topk)
         counters.pads += int(np.count_nonzero(ids[first : first + profile.slice_rows] == -1))
@@ -364,19 +365,8 @@ class Qualifier:
         cards = [peer.card for peer in stage.caches.peers]
         pages = setup.profile.tokens // setup.profile.page
         gates_pairs.shard_map(sheet, cards, pages=pages, record=setup.record_bytes, page=setup.profile.page)
-        self._minima(sheet, t.case, gates_select.total([facts["counters"] for facts in everyone]))
-
-    def _minima(self, sheet: Sheet, case: Case, found: dict[str, int]) -> None:
-        """K6 and V3: what the case was built to show is there, on all ranks together."""
-        self.facts.counters[case.id] = found
-        wanted = asdict(case.minima)
-        for gate, names in (("K6", TIE_CONDITIONS if case.minima.tie_rows else ()), ("V3", tuple(n for n, v in wanted.items() if v))):
-            for name in names:
-                cell = sheet.cell(gate)
-                if found[name] >= wanted[name]:
-                    cell.passed(1)
-                else:
-                    cell.fail(1, f"{name}: {found[name]} found, at least {wanted[name]} needed", "INCONCLUSIVE")
+        found = self.facts.counters[t.case.id] = gates_select.total([facts["counters"] for facts in everyone])
+        gates_select.minima(sheet, asdict(t.case.minima), found)
 
     def _seal(self, mappings: dict[str, list[Mapped]]) -> None:
         """The gates on plans and mappings, once both arrangements were prepared."""

@@ -14,23 +14,34 @@ from palimpsest.core.errors import BadCheckpoint, BadConfig, UnknownName, Unsupp
 from palimpsest.core.geometry import Formats, Geometry
 from palimpsest.core.spec import Limits, Program
 from palimpsest.recipes import weights
+from palimpsest.recipes.drafter import Drafter, drafter_from_config
+from palimpsest.recipes.headers import HeaderWeights, weights_from_headers
+from palimpsest.recipes.model import deferred_buffers, model_program
 from palimpsest.recipes.rope import tables
 from palimpsest.recipes.table import family_of, preset_folder, presets, recipe
+from palimpsest.recipes.tensors import model_parameters
 from palimpsest.recipes.weights import WeightSlice
 
 __all__ = [
+    "Drafter",
+    "HeaderWeights",
     "WeightSlice",
     "attention_tensors",
     "default_formats",
+    "deferred_buffers",
+    "drafter_from_config",
     "forbidden_tensors",
     "geometry_from_config",
     "load_geometry",
+    "model_parameters",
+    "model_program",
     "prefixes",
     "presets",
     "program",
     "resolve_prefix",
     "tables",
     "weight_slices",
+    "weights_from_headers",
 ]
 
 

@@ -4,8 +4,8 @@ A drafter has no embedding and head of its own: it uses the target's. It reads h
 keys of the accepted context per layer (all of it, or a window), and drafts one block at a time for one request. Its heads and
 MLPs are cut over the ranks like the target's; its caches and codebooks are replicated. Weights are in the unquantised dtype.
 
-Public shape of the K3 drafter: https://huggingface.co/lightseekorg/kimi-k3-dflash2 (five latent-attention layers, four
-of them with a window of 4096). For other targets the same shape at the target's hidden size is an assumption, and so is all of ``dflash``'s.
+Public shape of the K3 drafter: https://huggingface.co/lightseekorg/kimi-k3-dflash2 (five latent-attention layers, four with a
+window of 4096). For others the same shape at the target's hidden size is an assumption, and so is all of ``dflash``'s.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Weight bytes of one rank, exactly, from the safetensors headers of a checkpoint: the cuts of ``tensors`` on real shapes.
 
-Nothing is guessed. A tensor whose name or shape is not the one the model should have is counted whole on every rank and named; one
-that the model should have and the headers lack is named as missing; layers for next-token prediction are named and not counted,
-because no step uses them.
+Nothing is guessed. A tensor whose name or shape is not the one the model should have is counted whole on every rank and named;
+one the model should have and the headers lack is named as missing; layers for next-token prediction are named and not counted: no
+step uses them.
 """
 
 import re
@@ -78,9 +78,8 @@ class _Reader:
         if name.endswith(_HARMLESS) or (inside and int(inside[1]) >= self.geometry.layers):
             self.unused.append(name)
             return
-        layer, table, rest = (
-            (int(inside[1]), self.layers[int(inside[1])], inside[2]) if inside else (-1, self.outer, self._outside(name))
-        )
+        layer = int(inside[1]) if inside else -1
+        table, rest = (self.layers[layer], inside[2]) if inside else (self.outer, self._outside(name))
         expert = _EXPERT.search(rest)
         pattern = _EXPERT.sub(".experts.*.", rest)
         pattern, part = _part(pattern)

@@ -16,8 +16,14 @@ WIDTH = 100
 def render_compare(bills: tuple[EngineBill, ...], name: str, limits: Limits) -> None:
     """Print the comparison to stdout; ``bills`` comes from ``plan.engines.compare_rows``."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    console.print(_summary(bills, name, limits))
-    console.print("~ hidden: a kernel or the caching allocator takes it, no slot is planned.  ? not computable: why is below.\n", markup=False)
+    console.print(
+        f"What each engine allocates for {name}: one request at {format_count(limits.tokens)} tokens, {limits.rows:,} rows, one of "
+        f"{limits.ranks} ranks; MiB",
+        style="bold",
+        markup=False,
+    )
+    console.print(_summary(bills))
+    console.print("~ hidden: a kernel or the caching allocator takes it unseen.  ? not computable: the reason is below.\n", markup=False)
     for bill in bills:
         console.print(f"{bill.engine} {bill.version}", style="bold", markup=False)
         console.print(f"  histories share bytes: {bill.overlap}", markup=False)
@@ -27,12 +33,8 @@ def render_compare(bills: tuple[EngineBill, ...], name: str, limits: Limits) -> 
         console.print()
 
 
-def _summary(bills: tuple[EngineBill, ...], name: str, limits: Limits) -> Table:
-    title = (
-        f"What each engine allocates for {name}: one request at {format_count(limits.tokens)} tokens, {limits.rows:,} rows, one of "
-        f"{limits.ranks} ranks, MiB"
-    )
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+def _summary(bills: tuple[EngineBill, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("engine", no_wrap=True)
     for slot in SLOTS:
         table.add_column(slot, justify="right", no_wrap=True)

@@ -37,13 +37,13 @@ POST_SCRIPT = """
   var bars = box.data.map(function (t, i) { return t.showlegend === false && t.name === 'live bytes' ? -1 : i; })
     .filter(function (i) { return i >= 0; });
   function tidy() {
-    box.querySelectorAll('.point').forEach(function (point) {
-      var text = point.querySelector('.bartext'), bar = point.querySelector('path');
-      if (!text || !bar) { return; }
-      text.style.display = '';
-      var t = text.getBoundingClientRect(), b = bar.getBoundingClientRect();
-      if (t.height > b.height + 3 || t.width > b.width) { text.style.display = 'none'; }
-    });
+    // all writes, then all reads, then all writes: one layout instead of one per label
+    var labels = Array.from(box.querySelectorAll('.bartext'));
+    labels.forEach(function (text) { text.style.display = ''; });
+    labels.map(function (text) {
+      var t = text.getBoundingClientRect(), b = text.parentNode.querySelector('path').getBoundingClientRect();
+      return t.height > b.height + 3 || t.width > b.width;
+    }).forEach(function (wide, i) { if (wide) { labels[i].style.display = 'none'; } });
   }
   box.on('plotly_afterplot', tidy);
   function apply() {

@@ -17,7 +17,7 @@ from palimpsest.core.spec import Program
 from palimpsest.core.units import format_bytes
 from palimpsest.plan.plan import Plan
 from palimpsest.report.page import CONFIG, EDGES, PAGE, POST_SCRIPT, THEMES
-from palimpsest.report.scene import TONES, Panel, Scene, scene
+from palimpsest.report.scene import MOST_LABELS, TONES, Panel, Rect, Scene, scene
 
 MIB = 1 << 20
 #: fill and text colour of each tone; readable on a light and on a dark page
@@ -29,8 +29,6 @@ COLOURS = {
     "scratch of one step": ("#c9ccd1", "#17191c"),
 }
 PEAK, CURVE, BAND = "#d6403a", "#4c8eda", "rgba(128,134,144,0.10)"
-#: step labels and phase labels that still fit 1280 px
-MOST_LABELS = 48
 #: most rectangles a browser still pans smoothly
 MOST_RECTS = 20_000
 
@@ -128,7 +126,7 @@ def _figure(seen: Scene) -> dict[str, Any]:
     top = max(panel.peak for panel in seen.panels) / MIB
     traces: list[dict[str, Any]] = []
     for k, panel in enumerate(seen.panels):
-        traces += _bars(panel, f"x{k + 1}", f"y{k + 1}", top=top * MIB, legend=k == 0)
+        traces += _bars(seen, panel, f"{k + 1}", top=top * MIB)
     traces.append(_live(seen))
     edge = len(seen.steps) - 0.5
     shapes = [_band(i, first, last) for i, (_, first, last) in enumerate(seen.phases) if i % 2 == 0]
@@ -136,9 +134,7 @@ def _figure(seen: Scene) -> dict[str, Any]:
     shapes.append(_line("x3", "y3", edge, seen.lower_bound / MIB, PEAK, "dot"))
     if seen.shared:
         shapes.append(_line("x2", "y2", edge, seen.shared / MIB, COLOURS["early history"][0], "dot"))
-    stride = -(-len(seen.steps) // MOST_LABELS)
-    shown = range(0, len(seen.steps), stride)
-    ticks = {"tickvals": list(shown), "ticktext": [html.escape(seen.steps[i]) for i in shown], "range": [-0.5, edge]}
+    ticks = {"tickvals": [i for i, _ in seen.ticks], "ticktext": [html.escape(name) for _, name in seen.ticks], "range": [-0.5, edge]}
     layout = {
         "barmode": "overlay", "bargap": 0, "hovermode": "closest", "dragmode": "zoom", "shapes": shapes,
         "annotations": _notes(seen, top), "margin": {"l": 74, "r": 24, "t": 70, "b": 100}, "autosize": True,
@@ -159,22 +155,28 @@ def _bytes_axis(title: str, top: float) -> dict[str, Any]:
     return {"title": {"text": title}, "range": [0, top * 1.16 or 1], "zeroline": False, "tickformat": ",d", "nticks": 8}
 
 
-def _bars(panel: Panel, x: str, y: str, *, top: float, legend: bool) -> list[dict[str, Any]]:
-    traces = []
+def _bars(seen: Scene, panel: Panel, axis: str, *, top: float) -> list[dict[str, Any]]:
+    traces, columns = [], len(seen.steps)
     for tone in TONES:
         rects = [r for r in panel.rects if r.tone == tone]
         fill, ink = COLOURS[tone]
         traces.append({
-            "type": "bar", "name": tone, "legendgroup": tone, "showlegend": legend and bool(rects), "xaxis": x, "yaxis": y,
+            "type": "bar", "name": html.escape(seen.legend[tone]), "legendgroup": tone, "showlegend": axis == "1" and bool(rects),
+            "xaxis": f"x{axis}", "yaxis": f"y{axis}",
             "x": [(r.left + r.right) / 2 for r in rects], "width": [r.right - r.left + 1 for r in rects],
             "base": [r.offset / MIB for r in rects], "y": [r.nbytes / MIB for r in rects],
-            "text": [f"{html.escape(r.buffer)}{'<br>' if r.nbytes > top / 8 else ' '}{format_bytes(r.nbytes)}" for r in rects], "textposition": "inside", "insidetextanchor": "middle",
+            "text": [_label(r, top) if r.wide(columns) else "" for r in rects], "textposition": "inside", "insidetextanchor": "middle",
             "textangle": 0, "textfont": {"color": ink, "size": 12}, "constraintext": "none", "cliponaxis": True,
-            "marker": {"color": fill, "line": {"color": EDGES["light"], "width": 1}},
+            "marker": {"color": fill, "line": {"color": EDGES["light"], "width": [int(r.wide(columns)) for r in rects]}},
             "customdata": [f"<b>{html.escape(r.buffer)}</b><br>{'<br>'.join(_folded(line) for line in r.about)}" for r in rects],
             "hovertemplate": "%{customdata}<extra></extra>",
         })  # fmt: skip
     return traces
+
+
+def _label(r: Rect, top: float) -> str:
+    """Name and size, on two lines where there is room."""
+    return f"{html.escape(r.buffer)}{'<br>' if r.nbytes > top / 8 else ' '}{format_bytes(r.nbytes)}"
 
 
 def _folded(line: str, width: int = 88) -> str:

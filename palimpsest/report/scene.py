@@ -10,6 +10,8 @@ from palimpsest.core.units import format_bytes, format_count
 from palimpsest.plan.lifetime import Lifetimes
 from palimpsest.plan.plan import Plan
 
+#: labels that still fit side by side on 1280 px
+MOST_LABELS = 48
 #: what a rectangle is, in legend order
 TONES = ("early history", "late history", "inputs and outputs", "rows between steps", "scratch of one step")
 
@@ -30,6 +32,10 @@ class Rect:
     def label(self) -> str:
         return f"{self.buffer} {format_bytes(self.nbytes)}"
 
+    def wide(self, columns: int) -> bool:
+        """Whether an outline and a label help: narrower ones would be hidden by both."""
+        return 60 * (self.right - self.left + 1) >= columns
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -45,7 +51,10 @@ class Panel:
 class Scene:
     """Everything a picture shows.
 
-    steps:  name of every column; phases: runs (phase, first column, last column)
+    steps:  name of every column
+    phases: runs (phase, first column, last column); of layers instead where phases are too many to label
+    ticks:  columns to label, and the label of each
+    legend: tone -> what it stands for here
     live:   live reusable bytes of every column, in whole granules
     shared: bytes [0, shared) that the early history gives to the late one, 0 when it does not
     """
@@ -54,6 +63,8 @@ class Scene:
     subtitle: str
     steps: tuple[str, ...]
     phases: tuple[tuple[str, int, int], ...]
+    ticks: tuple[tuple[int, str], ...]
+    legend: dict[str, str]
     panels: tuple[Panel, Panel]
     live: tuple[int, ...]
     lower_bound: int
@@ -70,11 +81,18 @@ def scene(program: Program, on: Plan, off: Plan) -> Scene:
     shared = max(0, min(p.stop for p in pair) - max(p.offset for p in pair)) if pair else 0
     said = f" One of {limits.ranks} ranks." if limits.ranks > 1 else ""
     kept = f" {format_bytes(off.peak)} -> {format_bytes(on.peak)}: reuse saves {format_bytes(saved)}." if saved else ""
+    steps = tuple(lifetimes.step_name(column - 1) for column in range(len(program.steps) + 2))
+    phases = _runs([step.phase for step in program.steps])
+    if len(phases) > MOST_LABELS:
+        phases = _runs([step.name.partition(".")[0] for step in program.steps])
+    names = program.histories if len(program.histories) == 2 else TONES[:2]
     return Scene(
         title=f"{program.name}: reusable memory of a prefill",
         subtitle=f"context {format_count(limits.tokens)}, {limits.rows:,} rows, top-k {facts.get('topk', '-')}.{said}{kept}",
-        steps=tuple(lifetimes.step_name(column - 1) for column in range(len(program.steps) + 2)),
-        phases=_phases(program),
+        steps=steps,
+        phases=phases,
+        ticks=_ticks(steps, phases),
+        legend=dict(zip(TONES, (*names, *TONES[2:]), strict=True)),
         panels=(_panel(program, lifetimes, off, "before"), _panel(program, lifetimes, on, "after")),
         live=tuple(lifetimes.live_bytes()),
         lower_bound=on.lower_bound,
@@ -83,14 +101,20 @@ def scene(program: Program, on: Plan, off: Plan) -> Scene:
     )
 
 
-def _phases(program: Program) -> tuple[tuple[str, int, int], ...]:
+def _runs(names: list[str]) -> tuple[tuple[str, int, int], ...]:
     runs: list[tuple[str, int, int]] = []
-    for column, step in enumerate(program.steps, 1):
-        if runs and runs[-1][0] == step.phase:
-            runs[-1] = (step.phase, runs[-1][1], column)
+    for column, name in enumerate(names, 1):
+        if runs and runs[-1][0] == name:
+            runs[-1] = (name, runs[-1][1], column)
         else:
-            runs.append((step.phase, column, column))
+            runs.append((name, column, column))
     return tuple(runs)
+
+
+def _ticks(steps: tuple[str, ...], runs: tuple[tuple[str, int, int], ...]) -> tuple[tuple[int, str], ...]:
+    if len(steps) <= MOST_LABELS:
+        return tuple(enumerate(steps))
+    return tuple((first, name) for name, first, _ in runs[:: -(-len(runs) // MOST_LABELS)])
 
 
 def _panel(program: Program, lifetimes: Lifetimes, plan: Plan, when: str) -> Panel:

@@ -5,15 +5,15 @@ import io
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from palimpsest.core.units import format_bytes
-from palimpsest.report.scene import TONES, Panel, Scene
+from palimpsest.report.scene import MOST_LABELS, TONES, Panel, Scene
 
 MIB = 1 << 20
 PEAK = "#c9342e"
-MOST_LABELS = 48
 #: inches of a 16:9 slide
 SIZE = (13.33, 7.5)
 
@@ -32,7 +32,7 @@ def draw(seen: Scene, kind: str, colours: dict[str, tuple[str, str]]) -> bytes:
         _live(axes[2], seen)
         _columns(axes, seen)
         used = [t for t in TONES if any(r.tone == t for r in seen.panels[0].rects)]
-        figure.legend(handles=[Patch(facecolor=colours[t][0], edgecolor="black", linewidth=0.5, label=t) for t in used],
+        figure.legend(handles=[Patch(facecolor=colours[t][0], edgecolor="black", linewidth=0.5, label=seen.legend[t]) for t in used],
                       loc="upper right", ncols=len(used), fontsize=8, frameon=False, bbox_to_anchor=(0.995, 0.995))  # fmt: skip
         figure.suptitle(_clipped(seen.title, 70), x=0.01, y=0.99, ha="left", fontsize=13, parse_math=False)
         figure.text(0.01, 0.935, _clipped(seen.subtitle, 150), fontsize=9, color="#444a52", parse_math=False)
@@ -49,10 +49,11 @@ def _clipped(text: str, most: int) -> str:
 def _panel(axis: Axes, panel: Panel, top: float, colours: dict[str, tuple[str, str]]) -> None:
     columns = max((r.right for r in panel.rects), default=1) + 1
     axis.set_ylim(0, top * 1.13 or 1)
+    boxes = [Rectangle((r.left - 0.5, r.offset / MIB), r.right - r.left + 1, r.nbytes / MIB) for r in panel.rects]
+    axis.add_collection(PatchCollection(boxes, facecolors=[colours[r.tone][0] for r in panel.rects], edgecolors="black",
+                                        linewidths=[0.5 * r.wide(columns) for r in panel.rects]))  # fmt: skip
     for r in panel.rects:
-        fill, ink = colours[r.tone]
-        width, height = r.right - r.left + 1, r.nbytes / MIB
-        axis.add_patch(Rectangle((r.left - 0.5, r.offset / MIB), width, height, facecolor=fill, edgecolor="black", linewidth=0.5))
+        ink, width, height = colours[r.tone][1], r.right - r.left + 1, r.nbytes / MIB
         # a 13-inch slide has about 150 characters across and 32 lines of 7 points up
         text = "\n".join((r.buffer, format_bytes(r.nbytes))) if height > top / 8 else r.label
         if height > top / 26 and width * 150 / columns > max(map(len, text.splitlines())):
@@ -77,10 +78,8 @@ def _live(axis: Axes, seen: Scene) -> None:
 
 
 def _columns(axes: "list[Axes]", seen: Scene) -> None:
-    stride = -(-len(seen.steps) // MOST_LABELS)
-    shown = list(range(0, len(seen.steps), stride))
     axes[2].set_xlim(-0.5, len(seen.steps) - 0.5)
-    axes[2].set_xticks(shown, [_clipped(seen.steps[i], 28) for i in shown], rotation=32, ha="right", fontsize=7, parse_math=False)
+    axes[2].set_xticks([i for i, _ in seen.ticks], [_clipped(name, 28) for _, name in seen.ticks], rotation=32, ha="right", fontsize=7, parse_math=False)
     for k, (phase, first, last) in enumerate(seen.phases):
         if k % 2 == 0:
             for axis in axes:

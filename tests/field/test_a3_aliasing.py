@@ -207,7 +207,7 @@ def test_3_11_a_replay_that_does_nothing_fails(m0) -> None:
 
     def main(session):
         first = session.prefill(m0.hidden(16), 0, copy=True)
-        fill_words(session, WORDS["quiet NaN"])
+        fill_words(session, 0x7FC07FC0)
         session.bound = ()
         return first, session.prefill(m0.hidden(16), 0, copy=True)
 

@@ -3,14 +3,17 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from palimpsest.core.geometry import Formats
 from palimpsest.core.spec import Limits
 from palimpsest.plan.place import place
 from palimpsest.plan.plan import Plan
-from palimpsest.prove import gates_storage
+from palimpsest.prove import gates_select, gates_storage
+from palimpsest.prove.capture import Compared, Observation
 from palimpsest.prove.gates import ABSENT, GATES, SEAL, VERDICTS, Cell, Sheet, combine, worse
+from palimpsest.prove.scores import RowScores
 from palimpsest.prove.writeset import common, merge, outside
 from palimpsest.recipes.blocks import layer_program
 from palimpsest.run.meters import Mapped
@@ -176,3 +179,77 @@ def test_the_qualifier_itself_holds_no_tolerance() -> None:
     folder = Path(gates_storage.__file__).parent
     assert gates_storage.lint(sheet, folder, 0, 1) > 20
     assert sheet.close()[0]["verdict"] == "PASS"
+
+
+class Shifted:
+    """An arena in which one buffer is not where the plan puts it."""
+
+    def __init__(self, view: int, planned: int):
+        self.plan = type("P", (), {"places": [type("Q", (), {"buffer": "ids"})()]})()
+        self._view, self._planned = view, planned
+
+    def raw(self, buffer: str):
+        return type("T", (), {"data_ptr": lambda _: self._view})()
+
+    def address(self, buffer: str) -> int:
+        return self._planned
+
+
+def test_a_view_that_moved_is_named() -> None:
+    assert gates_storage.moved(Shifted(64, 64), {"ids": 64}) == []
+    assert gates_storage.moved(Shifted(65, 64), {"ids": 64}) == ["ids is at 0x41, sealed at 0x40, planned at 0x40"]
+    assert gates_storage.moved(Shifted(64, 65), {"ids": 64}) == ["ids is at 0x40, sealed at 0x40, planned at 0x41"]
+
+
+WANTED = {"tie_rows": 2, "sides": 2, "shards": 2, "zero_rows": 1, "pads": 0, "boundary": 3}
+
+
+@pytest.mark.parametrize(("name", "gates"), [("tie_rows", {"K6", "V3"}), ("sides", {"K6", "V3"}), ("zero_rows", {"K6", "V3"}), ("boundary", {"V3"})])
+def test_a_case_that_does_not_show_what_it_must_is_inconclusive(name: str, gates: set[str]) -> None:
+    for short in (0, 1):
+        sheet = Sheet("C03", 0)
+        gates_select.minima(sheet, WANTED, WANTED | {name: WANTED[name] - short})
+        assert {g for g, c in sheet.cells.items() if c.verdict == "INCONCLUSIVE"} == (gates if short else set())
+        assert {g: c.n_checked for g, c in sheet.cells.items()} == {"K6": 4, "V3": 5}
+
+
+def observation(**changes) -> Observation:
+    """A replay of one row of one rank in which nothing is wrong."""
+    o = Observation(history=10, rows=1, first_row=0, own=1, prepared=2)
+    o.copies = {"ids": np.array([[3], [-1]], np.int32).view(np.uint8), "counts": np.array([1, 0], np.int32).view(np.uint8)}
+    o.scores = {0: RowScores(11, b"", 0.0, 0.0, 0)}
+    o.inputs_before = o.inputs_after = (b"a", b"b", b"c")
+    o.poisoned = o.overwritten = 1
+    o.index = o.latent = Compared(11, 0, None)
+    for name, value in changes.items():
+        setattr(o, name, value)
+    return o
+
+
+@pytest.mark.parametrize(
+    ("changes", "gates"),
+    [
+        ({}, set()),
+        ({"moved": ["x is elsewhere"]}, {"S4"}),
+        ({"early_damage": (0, 4)}, {"S6"}),
+        ({"end_damage": (0, 4)}, {"S6", "V2"}),
+        ({"allocated": ["8 bytes"]}, {"A3"}),
+        ({"index": Compared(11, 0, 5)}, {"X4"}),
+        ({"scores": {0: RowScores(10, b"", 0.0, 0.0, 0)}}, {"X4"}),
+        ({"scores": {}}, {"X4"}),
+        ({"complaints": ["row 0: out of order"]}, {"X4"}),
+        ({"inputs_after": (b"a", b"x", b"c")}, {"X6"}),
+        ({"poisoned": 0}, {"V2"}),
+        ({"overwritten": 0}, {"V2"}),
+    ],
+)
+def test_each_fact_of_a_replay_has_its_gate(changes, gates: set[str]) -> None:
+    sheet = Sheet("C01", 0)
+    gates_storage.case_gates(sheet, observation(**changes), views=3, slack=[], tokens_rows=2, where="test")
+    assert {g for g, c in sheet.cells.items() if c.verdict != "PASS"} == gates
+
+
+def test_a_damaged_red_zone_fails_the_write_set_gate() -> None:
+    sheet = Sheet("C01", 0)
+    gates_storage.case_gates(sheet, observation(), views=3, slack=["reusable segment: byte 7"], tokens_rows=2, where="test")
+    assert sheet.cells["S6"].verdict == "FAIL"

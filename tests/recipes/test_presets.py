@@ -35,6 +35,11 @@ def test_geometry_and_program_match_the_golden(name):
     assert _regenerate().text(name) == (GOLDEN / f"recipe-{name}.json").read_text("utf-8")
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_whole_model_totals_match_the_golden(name):
+    assert _regenerate().model_text(name) == (GOLDEN / f"model-{name}.json").read_text("utf-8")
+
+
 def test_kimi_k31_numbers_of_the_model_page():
     g = recipes.load_geometry("kimi-k3.1-pro")
     assert (g.hidden, g.layers, g.heads, g.q_lora, g.kv_lora, g.nope, g.rope.dims, g.v_dim) == (

@@ -5,7 +5,7 @@
 ``kernels/emulate.py`` does the same in numpy, bit for bit.
 """
 
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -17,7 +17,33 @@ from palimpsest.kernels.amx_ir import (
     ADDRESS, F32, F32X16, const, fma, load, offset, splat, store, tile_begin, tile_dot, tile_end, tile_load, tile_store, tile_zero, void,
 )  # fmt: skip
 from palimpsest.kernels.amx_topk import LOWEST, compact, push_scores
-from palimpsest.kernels.jit import kernel, piece
+from palimpsest.kernels.jit import Array, kernel, piece
+
+
+class Group(NamedTuple):
+    """Scratch of one thread: a group of m rows against one key tile.
+
+    wide [m, heads, dim] bf16 queries, heads in whole pairs of tiles; weights [m, heads]; packed: the tile's keys as right tiles; tail: rows
+    padded with zeros; scales [tile]; scores [1 or more, tile]; sums [32]; dots: two sets of four tiles; candidates (keys) and ids [m, capacity];
+    held, least, seen [m]: candidates held, the key a new one must exceed, visible tokens; work, sample: of the top-k
+    """
+
+    wide: Annotated[Array, "u2[:,:,::1]"]
+    weights: Annotated[Array, "f4[:,::1]"]
+    packed: Annotated[Array, "u2[::1]"]
+    tail: Annotated[Array, "u1[:,::1]"]
+    scales: Annotated[Array, "f4[::1]"]
+    scores: Annotated[Array, "f4[:,::1]"]
+    sums: Annotated[Array, "f4[::1]"]
+    dots: Annotated[Array, "f4[::1]"]
+    candidates: Annotated[Array, "i4[:,::1]"]
+    ids: Annotated[Array, "i4[:,::1]"]
+    held: Annotated[Array, "i8[::1]"]
+    least: Annotated[Array, "i4[::1]"]
+    seen: Annotated[Array, "i8[::1]"]
+    work: Annotated[Array, "i4[:,::1]"]
+    sample: Annotated[Array, "i4[::1]"]
+    topk: Annotated[int, "i8"]
 
 
 @intrinsic
@@ -109,15 +135,16 @@ def _pack_keys(keys, first, count, tail, packed):
         to += np.uint64(32 * width)
 
 
-@kernel("void(u1[:,:,::1], f4[:,::1], u2[:,:,::1], f4[:,::1], u1[:,::1], i8[::1], i4[::1])")
-def begin(queries, weights, wide, head_weights, tail, held, least):
+@kernel(Group, "u1[:,:,::1]", "f4[:,::1]")
+def begin(group, queries, weights):
     """Decode a group's queries [m, heads, dim] e4m3 to bf16 and copy its weights, zeros up to the padded sizes; forget all candidates."""
     rows, heads, dim = queries.shape
+    wide, tail = group.wide, group.tail
     width, short = wide.shape[2], tail.ctypes.data
     for row in range(rows):
         source, to = queries[row].ctypes.data, wide[row].ctypes.data
         for head in range(wide.shape[1]):
-            head_weights[row, head] = weights[row, head] if head < heads else np.float32(0)
+            group.weights[row, head] = weights[row, head] if head < heads else np.float32(0)
             whole = head < heads and dim == width
             if not whole:
                 for d in range(width):
@@ -126,61 +153,56 @@ def begin(queries, weights, wide, head_weights, tail, held, least):
             for d in range(0, width, 64):
                 decode_codes(at + np.uint64(d), to + np.uint64(2 * d))
             to += np.uint64(2 * width)
-        held[row], least[row] = 0, LOWEST
+        group.held[row], group.least[row] = 0, LOWEST
 
 
-@kernel(
-    "void(u1[:,::1], f4[::1], i8[::1], i8, i8, u2[:,:,::1], f4[:,::1], u2[::1], u1[:,::1], f4[::1], f4[:,::1], f4[::1], f4[::1],"
-    " i4[:,::1], i4[:,::1], i8[::1], i4[::1], i4[:,::1], i4[::1], i4[::1], i8)"
-)
-def pass_tiles(
-    keys, scales, seen, start, stop, wide, head_weights, packed, tail, tile_scales, scores, sums, dots,
-    candidates, ids, held, least, work, sample, nans, topk,
-):  # fmt: skip
+@piece
+def _score_row(group, row, visible, line):
+    """line[:visible] = scores of ``row`` against the packed tile, computed in whole blocks of 32."""
+    pairs, steps = group.wide.shape[1] // 32, group.wide.shape[2] // 32
+    query, weights, total, parts = group.wide[row].ctypes.data, group.weights[row].ctypes.data, group.sums.ctypes.data, group.dots.ctypes.data
+    block, scale, score = group.packed.ctypes.data, group.scales.ctypes.data, line.ctypes.data
+    for _ in range(0, visible, 32):
+        _block(query, block, weights, total, parts, pairs, steps)
+        scale32(total, scale, score)
+        block += np.uint64(2048 * steps)
+        scale += np.uint64(128)
+        score += np.uint64(128)
+
+
+@kernel(Group, "u1[:,::1]", "f4[::1]", "i8[::1]", "i8", "i8", "b1", "i4[::1]")
+def pass_tiles(group, keys, scales, seen, start, stop, shared, nans):
     """Score tokens [start, stop) for a group and offer them to its candidates. Row i sees the first ``seen[i]`` tokens of all.
 
-    packed: one key tile, whose size is ``scores.shape[1]``; scores [1 or m, tile]: of the row at hand, or of every row when it has a row each
+    shared: every row's scores overwrite the same line; else row i's stay in line i until the next tile
     """
-    tile, pairs, steps = scores.shape[1], wide.shape[1] // 32, wide.shape[2] // 32
-    shared, total, parts = scores.shape[0] == 1, sums.ctypes.data, dots.ctypes.data
+    tile = group.scores.shape[1]
     tile_begin()
     for i in range(32):
-        sums[i] = np.float32(0)
+        group.sums[i] = np.float32(0)
     for first in range(start, stop, tile):
         count = min(tile, stop - first)
-        padded = (count + 31) // 32 * 32
-        _pack_keys(keys, first, count, tail, packed)
-        for j in range(padded):
-            tile_scales[j] = scales[first + j] if j < count else np.float32(0)
+        _pack_keys(keys, first, count, group.tail, group.packed)
+        for j in range((count + 31) // 32 * 32):
+            group.scales[j] = scales[first + j] if j < count else np.float32(0)
         for row in range(seen.shape[0]):
             visible = min(count, seen[row] - first)
-            if visible <= 0:
-                continue
-            line = scores[0 if shared else row]
-            query, weights = wide[row].ctypes.data, head_weights[row].ctypes.data
-            block, scale, score = packed.ctypes.data, tile_scales.ctypes.data, line.ctypes.data
-            for _ in range(0, visible, 32):
-                _block(query, block, weights, total, parts, pairs, steps)
-                scale32(total, scale, score)
-                block += np.uint64(2048 * steps)
-                scale += np.uint64(128)
-                score += np.uint64(128)
-            count_now, least_now, lost = push_scores(
-                line, visible, first, candidates[row], ids[row], held[row], least[row], topk, work, sample
-            )
-            held[row], least[row] = count_now, least_now
-            nans[row] += lost
+            if visible > 0:
+                line = group.scores[0 if shared else row]
+                _score_row(group, row, visible, line)
+                nans[row] += push_scores(group, row, line, visible, first)
     tile_end()
 
 
-@kernel("void(i4[:,::1], i4[:,::1], i8[::1], i4[:,::1], i4[::1], i8, i4[:,::1], i4[::1])")
-def emit(candidates, ids, held, work, sample, topk, out, counts):
+@kernel(Group, "i4[:,::1]", "i4[::1]")
+def emit(group, out, counts):
     """Write a group's ids [m, topk], ascending and padded with -1, and their counts [m]."""
+    topk = group.topk
     for row in range(out.shape[0]):
-        count = held[row]
+        count = group.held[row]
         if count > topk:
-            compact(candidates[row], ids[row], count, topk, work, sample)
+            compact(group.candidates[row], group.ids[row], count, topk, group.work, group.sample)
             count = topk
         counts[row] = count
         for j in range(topk):
-            out[row, j] = ids[row, j] if j < count else np.int32(-1)
+            out[row, j] = group.ids[row, j] if j < count else np.int32(-1)

@@ -3,60 +3,52 @@
 fp8 records; fp32 records are selected by the portable engine's file, in its arithmetic.
 """
 
-import numpy as np
 import torch
 
 from palimpsest.kernels import sizes
-from palimpsest.kernels.call import Call, Chunk
+from palimpsest.kernels.call import Call, Chunk, Scratch
 from palimpsest.kernels.index_select import cpu
-from palimpsest.kernels.index_select.avx_kernel import RUN, begin, emit, pass_tiles
-from palimpsest.kernels.index_select.streaming import select
+from palimpsest.kernels.index_select.avx_kernel import RUN, Group, begin, emit, pass_tiles
+from palimpsest.kernels.index_select.streaming import Kernels, select
 
 
-class _Group:
-    """Scratch of one thread (``sizes.avx_select_scratch``); see ``streaming.Group``."""
+def _table(scratch: Scratch) -> torch.Tensor:
+    """Values of the 256 codes."""
+    codes = scratch.take((256,), "u8")
+    torch.arange(256, out=codes)
+    return scratch.take((256,), "fp32").copy_(codes.view(torch.float8_e4m3fn))
 
-    def __init__(self, call: Call):
-        scratch, p = call.scratch, call.params
-        self.topk, heads, dim = p["topk"], p["heads"], p["dim"]
-        rows, tile, width = sizes.avx_select_rows(self.topk, heads, dim), sizes.AMX_KEY_TILE, sizes.avx_dim(dim)
-        padded, capacity = sizes.avx_heads(heads), sizes.fast_capacity(self.topk)
-        self.rows = rows
-        table = scratch.take((256,), "fp32")
-        codes = scratch.take((256,), "u8")
-        torch.arange(256, out=codes)
-        table.copy_(codes.view(torch.float8_e4m3fn))
-        self.table = table.numpy()
-        self.wide = scratch.take((rows, padded, width), "fp32").numpy()
-        self.weights = scratch.take((rows, padded), "fp32").numpy()
-        self.columns = scratch.take((tile // RUN, width, RUN), "fp32").numpy()
-        self.scores = scratch.take((sizes.SELECT_ROWS, tile), "fp32").numpy()
-        self.sums = scratch.take((4, RUN), "fp32").numpy()
-        self.line = scratch.take((tile,), "i32").numpy()
-        self.candidates = scratch.take((rows, capacity), "i32").numpy()
-        self.ids = scratch.take((rows, capacity), "i32").numpy()
-        self.held = scratch.take((rows,), "i64").numpy()
-        self.least = scratch.take((rows,), "i32").numpy()
-        self.seen = scratch.take((rows,), "i64").numpy()
-        self.work = scratch.take((4 * capacity,), "i32").numpy()
-        self.sample = scratch.take((16,), "i32").numpy()
 
-    def begin(self, queries: np.ndarray, weights: np.ndarray) -> None:
-        begin(queries, weights, self.table, self.wide, self.weights, self.held, self.least)
+def _group(call: Call) -> Group:
+    """Scratch of one thread (``sizes.avx_select_scratch``)."""
+    scratch, topk, heads, dim = call.scratch, call.params["topk"], call.params["heads"], call.params["dim"]
+    rows, tile, width = sizes.avx_select_rows(topk, heads, dim), sizes.AMX_KEY_TILE, sizes.avx_dim(dim)
+    padded, capacity = sizes.avx_heads(heads), sizes.fast_capacity(topk)
+    return Group(
+        table=_table(scratch).numpy(),
+        wide=scratch.take((rows, padded, width), "fp32").numpy(),
+        weights=scratch.take((rows, padded), "fp32").numpy(),
+        columns=scratch.take((tile // RUN, width, RUN), "fp32").numpy(),
+        scores=scratch.take((sizes.SELECT_ROWS, tile), "fp32").numpy(),
+        sums=scratch.take((4, RUN), "fp32").numpy(),
+        line=scratch.take((tile,), "i32").numpy(),
+        candidates=scratch.take((rows, capacity), "i32").numpy(),
+        ids=scratch.take((rows, capacity), "i32").numpy(),
+        held=scratch.take((rows,), "i64").numpy(),
+        least=scratch.take((rows,), "i32").numpy(),
+        seen=scratch.take((rows,), "i64").numpy(),
+        work=scratch.take((4 * capacity,), "i32").numpy(),
+        sample=scratch.take((16,), "i32").numpy(),
+        topk=topk,
+    )
 
-    def score(self, keys: np.ndarray, scales: np.ndarray, seen: np.ndarray, tokens: range, scores: np.ndarray, nans: np.ndarray) -> None:
-        pass_tiles(
-            keys, scales, seen, tokens.start, tokens.stop, self.table, self.wide, self.weights, self.columns, scores, self.sums,
-            self.line, self.candidates, self.ids, self.held, self.least, self.work, self.sample, nans, self.topk,
-        )  # fmt: skip
 
-    def emit(self, ids: np.ndarray, counts: np.ndarray) -> None:
-        emit(self.candidates, self.ids, self.held, self.work, self.sample, self.topk, ids, counts)
+KERNELS = Kernels(_group, begin, pass_tiles, emit)
 
 
 def run(call: Call, chunk: Chunk) -> None:
     """See the contract."""
     if call.params["format"] == "fp8":
-        select(call, chunk, _Group)
+        select(call, chunk, KERNELS)
     else:
         cpu.run(call, chunk)

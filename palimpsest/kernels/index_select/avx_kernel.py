@@ -5,13 +5,39 @@ whether a machine fuses them); heads add in ascending order, one fp32 multiplica
 ``kernels/emulate.py`` does the same in numpy, bit for bit.
 """
 
+from typing import Annotated, NamedTuple
+
 import numpy as np
 
 from palimpsest.kernels.avx_topk import LOWEST, compact, push_scores
-from palimpsest.kernels.jit import exact_products, kernel, piece
+from palimpsest.kernels.jit import Array, exact_products, kernel, piece
 
 #: keys whose partial dots stay in the first cache level
 RUN = 512
+
+
+class Group(NamedTuple):
+    """Scratch of one thread: a group of m rows against one key tile.
+
+    table [256]: values of the codes; wide [m, heads, dim], weights [m, heads]: heads and dims in whole fours; columns [tile/RUN, dim, RUN]: the
+    decoded keys; scores [1 or more, tile]; sums [4, RUN]; line [tile]: the scores' keys; the rest as in ``amx_kernel.Group``
+    """
+
+    table: Annotated[Array, "f4[::1]"]
+    wide: Annotated[Array, "f4[:,:,::1]"]
+    weights: Annotated[Array, "f4[:,::1]"]
+    columns: Annotated[Array, "f4[:,:,::1]"]
+    scores: Annotated[Array, "f4[:,::1]"]
+    sums: Annotated[Array, "f4[:,::1]"]
+    line: Annotated[Array, "i4[::1]"]
+    candidates: Annotated[Array, "i4[:,::1]"]
+    ids: Annotated[Array, "i4[:,::1]"]
+    held: Annotated[Array, "i8[::1]"]
+    least: Annotated[Array, "i4[::1]"]
+    seen: Annotated[Array, "i8[::1]"]
+    work: Annotated[Array, "i4[::1]"]
+    sample: Annotated[Array, "i4[::1]"]
+    topk: Annotated[int, "i8"]
 
 
 @exact_products
@@ -67,58 +93,48 @@ def _scores(columns, query, weights, scales, scores, sums, count):
         scores[j] = scores[j] * scales[j] + np.float32(0)
 
 
-@kernel("void(u1[:,:,::1], f4[:,::1], f4[::1], f4[:,:,::1], f4[:,::1], i8[::1], i4[::1])")
-def begin(queries, weights, table, wide, head_weights, held, least):
+@kernel(Group, "u1[:,:,::1]", "f4[:,::1]")
+def begin(group, queries, weights):
     """Decode a group's queries [m, heads, dim] e4m3 and copy its weights, zeros up to the padded sizes; forget all candidates."""
     rows, heads, dim = queries.shape
+    wide = group.wide
     for row in range(rows):
         for head in range(wide.shape[1]):
             for d in range(wide.shape[2]):
-                wide[row, head, d] = table[queries[row, head, d]] if head < heads and d < dim else np.float32(0)
-            head_weights[row, head] = weights[row, head] if head < heads else np.float32(0)
-        held[row], least[row] = 0, LOWEST
+                wide[row, head, d] = group.table[queries[row, head, d]] if head < heads and d < dim else np.float32(0)
+            group.weights[row, head] = weights[row, head] if head < heads else np.float32(0)
+        group.held[row], group.least[row] = 0, LOWEST
 
 
-@kernel(
-    "void(u1[:,::1], f4[::1], i8[::1], i8, i8, f4[::1], f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1], f4[:,::1],"
-    " i4[::1], i4[:,::1], i4[:,::1], i8[::1], i4[::1], i4[::1], i4[::1], i4[::1], i8)"
-)
-def pass_tiles(
-    keys, scales, seen, start, stop, table, wide, head_weights, columns, scores, sums,
-    line, candidates, ids, held, least, work, sample, nans, topk,
-):  # fmt: skip
+@kernel(Group, "u1[:,::1]", "f4[::1]", "i8[::1]", "i8", "i8", "b1", "i4[::1]")
+def pass_tiles(group, keys, scales, seen, start, stop, shared, nans):
     """Score tokens [start, stop) for a group and offer them to its candidates. Row i sees the first ``seen[i]`` tokens of all.
 
-    columns [tile/RUN, dim, RUN]: the decoded keys of one tile; scores [1 or m, tile]: of the row at hand, or of every row when it has a row each
+    shared: every row's scores overwrite the same line; else row i's stay in line i until the next tile
     """
-    tile, dim = scores.shape[1], keys.shape[1]
-    shared = scores.shape[0] == 1
+    tile, dim, columns = group.scores.shape[1], keys.shape[1], group.columns
     for first in range(start, stop, tile):
         count = min(tile, stop - first)
         for j in range(count):
             for d in range(columns.shape[1]):
-                columns[j // RUN, d, j % RUN] = table[keys[first + j, d]] if d < dim else np.float32(0)
+                columns[j // RUN, d, j % RUN] = group.table[keys[first + j, d]] if d < dim else np.float32(0)
         for row in range(seen.shape[0]):
             visible = min(count, seen[row] - first)
-            if visible <= 0:
-                continue
-            scored = scores[0 if shared else row]
-            _scores(columns, wide[row], head_weights[row], scales[first : first + visible], scored, sums, visible)
-            count_now, least_now, lost = push_scores(
-                scored, visible, first, line, candidates[row], ids[row], held[row], least[row], topk, work, sample
-            )
-            held[row], least[row] = count_now, least_now
-            nans[row] += lost
+            if visible > 0:
+                line = group.scores[0 if shared else row]
+                _scores(columns, group.wide[row], group.weights[row], scales[first : first + visible], line, group.sums, visible)
+                nans[row] += push_scores(group, row, line, visible, first)
 
 
-@kernel("void(i4[:,::1], i4[:,::1], i8[::1], i4[::1], i4[::1], i8, i4[:,::1], i4[::1])")
-def emit(candidates, ids, held, work, sample, topk, out, counts):
+@kernel(Group, "i4[:,::1]", "i4[::1]")
+def emit(group, out, counts):
     """Write a group's ids [m, topk], ascending and padded with -1, and their counts [m]."""
+    topk = group.topk
     for row in range(out.shape[0]):
-        count = held[row]
+        count = group.held[row]
         if count > topk:
-            compact(candidates[row], ids[row], count, topk, work, sample)
+            compact(group.candidates[row], group.ids[row], count, topk, group.work, group.sample)
             count = topk
         counts[row] = count
         for j in range(topk):
-            out[row, j] = ids[row, j] if j < count else np.int32(-1)
+            out[row, j] = group.ids[row, j] if j < count else np.int32(-1)

@@ -11,29 +11,33 @@ import torch
 from palimpsest.kernels import sizes
 from palimpsest.kernels.call import Call, Chunk, Scratch
 from palimpsest.kernels.sparse_attend import cpu
-from palimpsest.kernels.sparse_attend.amx_kernel import BF16, DS_MLA, FP8, attend_rows
+from palimpsest.kernels.sparse_attend.amx_kernel import BF16, DS_MLA, FP8, Form, Work, attend_rows
 from palimpsest.kernels.workers import each
 
 KINDS = {"fp8": FP8, "fp8_ds_mla": DS_MLA, "bf16": BF16}
 
 
-class Work:
-    """Scratch of one thread, carved once per call (``sizes.amx_attend_scratch``)."""
-
-    def __init__(self, scratch: Scratch, ids: int, heads: int, kv_lora: int, rope_dims: int):
-        width, latent = -(-(kv_lora + rope_dims) // 64) * 64, -(-kv_lora // 64) * 64
-        tiles, block = sizes.amx_head_tiles(heads), sizes.AMX_ID_BLOCK
-        self.records = scratch.take((ids,), "i64").numpy().view(np.uint64)
-        self.queries = _halves(scratch, tiles, width // 32, 16, 16, 2)
-        self.wide = _halves(scratch, block, width)
-        self.pairs = _halves(scratch, block * 64)
-        self.scores = scratch.take((block, 16 * tiles), "fp32").numpy()
-        self.p = _halves(scratch, 16 * tiles, block)
-        self.totals = scratch.take((16 * tiles, latent), "fp32").numpy()
-        self.state = scratch.take((tiles, 3, 16), "fp32").numpy()
-        self.staging = scratch.take((128,), "u8").numpy()
-        self.everyone = self.wide[:0, :tiles]
-        self.queries.fill(0)
+def carve(scratch: Scratch, ids: int, heads: int, kv_lora: int, rope_dims: int) -> Work:
+    """Scratch of one thread (``sizes.amx_attend_scratch``)."""
+    width, latent = -(-(kv_lora + rope_dims) // 64) * 64, -(-kv_lora // 64) * 64
+    tiles, block = sizes.amx_head_tiles(heads), sizes.AMX_ID_BLOCK
+    wide = _halves(scratch, block, width)
+    work = Work(
+        records=scratch.take((ids,), "i64").numpy().view(np.uint64),
+        queries=_halves(scratch, tiles, width // 32, 16, 16, 2),
+        wide=wide,
+        pairs=_halves(scratch, block * 64),
+        scores=scratch.take((block, 16 * tiles), "fp32").numpy(),
+        p=_halves(scratch, 16 * tiles, block),
+        totals=scratch.take((16 * tiles, latent), "fp32").numpy(),
+        state=scratch.take((tiles, 3, 16), "fp32").numpy(),
+        staging=scratch.take((128,), "u8").numpy(),
+        everyone=wide.reshape(-1)[: 0].reshape(0, tiles),
+    )
+    # past the last head and the last element nothing is ever written, and both sides of a product must be zero there
+    work.queries.fill(0)
+    work.wide.fill(0)
+    return work
 
 
 def _halves(scratch: Scratch, *shape: int) -> np.ndarray:
@@ -42,17 +46,20 @@ def _halves(scratch: Scratch, *shape: int) -> np.ndarray:
 
 
 class Operands:
-    """The arrays and numbers of one call, as the kernels take them."""
+    """The arrays and numbers of one call, as the kernels take them. ``lanes``: of one row in a union."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, lanes: int = 0):
         p = call.params
-        self.kind, self.latent = KINDS[p["format"]], p["kv_lora"]
         stored = p["latent_scale"] if p["format"] == "fp8" else 1.0
-        self.scale = np.float32(p["softmax_scale"] * stored * math.log2(math.e))
-        self.factor = np.float32(stored)
+        scale = np.float32(p["softmax_scale"] * stored * math.log2(math.e))
+        self.form = Form(KINDS[p["format"]], p["kv_lora"], p["rope_dims"], scale, np.float32(stored), lanes)
         self.history, self.context = call.view("latent_history").numpy(), call.view("context").numpy()
         self.query = call.view("query").view(torch.int16).numpy().view(np.uint16)
         self.ids, self.counts = call.view("ids").numpy(), call.view("counts").numpy()
+
+    def rows(self, work: Work, rows: slice) -> None:
+        """Attend ``rows`` one after the other."""
+        attend_rows(self.history, self.ids[rows], self.counts[rows], self.query[rows], self.context[rows], self.form, work)
 
 
 def takes(call: Call) -> bool:
@@ -74,15 +81,6 @@ def run(call: Call, chunk: Chunk) -> None:
     checked_counts(call, chunk)
     p, operands = call.params, Operands(call)
     call.scratch.reset()
-    works = [Work(call.scratch, p["topk"], p["heads"], p["kv_lora"], p["rope_dims"]) for _ in range(p.get("threads", 1))]
+    works = [carve(call.scratch, p["topk"], p["heads"], p["kv_lora"], p["rope_dims"]) for _ in range(p.get("threads", 1))]
     groups = [slice(first, min(first + sizes.ATTEND_ROWS, chunk.rows)) for first in range(0, chunk.rows, sizes.ATTEND_ROWS)]
-    each(groups, len(works), lambda thread, rows: attend_slice(operands, works[thread], rows))
-
-
-def attend_slice(operands: Operands, work: Work, rows: slice) -> None:
-    """Rows ``rows``, one after the other."""
-    o = operands
-    attend_rows(
-        o.history, o.ids[rows], o.counts[rows], o.query[rows], o.context[rows], o.kind, o.latent, o.scale, o.factor,
-        work.records, work.queries, work.everyone, work.wide, work.pairs, work.scores, work.p, work.totals, work.state, work.staging,
-    )  # fmt: skip
+    each(groups, len(works), lambda thread, rows: operands.rows(works[thread], rows))

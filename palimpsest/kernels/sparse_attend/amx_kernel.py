@@ -6,11 +6,13 @@ per block. Short blocks are padded with zero records of negligible p, which chan
 on how many others its rank holds.
 """
 
+from typing import Annotated, NamedTuple
+
 import numpy as np
 
 from palimpsest.kernels.amx_decode import copy64, decode_codes, decode_scaled, pair_rows, prefetch
 from palimpsest.kernels.amx_ir import tile_begin, tile_dot, tile_end, tile_load, tile_store, tile_zero
-from palimpsest.kernels.jit import kernel, piece
+from palimpsest.kernels.jit import Array, kernel, piece
 from palimpsest.kernels.sizes import AMX_ID_BLOCK
 from palimpsest.kernels.sparse_attend.amx_softmax import LOW, finish32, read_address, read_byte, scale_row, softmax16, softmax16_masked
 
@@ -21,10 +23,42 @@ FP8, DS_MLA, BF16 = 0, 1, 2
 _AHEAD = 32
 
 
+class Form(NamedTuple):
+    """Numbers of one call: record kind, elements of the latent and after it, softmax scale (times the record's, times log2(e)), scale of the
+    values, and lanes a row takes in a union (0 without)."""
+
+    kind: Annotated[int, "i8"]
+    latent: Annotated[int, "i8"]
+    rope: Annotated[int, "i8"]
+    scale: Annotated[float, "f4"]
+    factor: Annotated[float, "f4"]
+    lanes: Annotated[int, "i8"]
+
+
+class Work(NamedTuple):
+    """Scratch of one thread, heads in whole tiles of 16 and elements in whole 64.
+
+    records [ids]: addresses; queries [tiles, steps, 16 pairs, 16 heads, 2], wide [BLOCK, dim]: bf16 operands, zero past the real elements;
+    pairs: 64 columns of the block's values as right tiles; scores [BLOCK, heads]; p [heads, BLOCK] bf16; totals [heads, latent];
+    state [tiles, 3, 16]: maximum, sum, rescaling; staging [128]; everyone [0, tiles]: the mask of a row alone
+    """
+
+    records: Annotated[Array, "u8[::1]"]
+    queries: Annotated[Array, "u2[:,:,:,:,::1]"]
+    wide: Annotated[Array, "u2[:,::1]"]
+    pairs: Annotated[Array, "u2[::1]"]
+    scores: Annotated[Array, "f4[:,::1]"]
+    p: Annotated[Array, "u2[:,::1]"]
+    totals: Annotated[Array, "f4[:,::1]"]
+    state: Annotated[Array, "f4[:,:,::1]"]
+    staging: Annotated[Array, "u1[::1]"]
+    everyone: Annotated[Array, "u2[:,::1]"]
+
+
 @piece
-def decode_record(source, kind, latent, rope, to, staging):
-    """One record of ``latent`` + ``rope`` elements at ``source`` -> bf16 at ``to``, 64 at a time, zeros after the last. ``staging`` [128] u1."""
-    dim, short = latent + rope, staging.ctypes.data
+def decode_record(source, form, to, staging):
+    """One record at ``source`` -> bf16 at ``to``, 64 at a time; what lies behind is left alone or zero."""
+    kind, latent, rope, dim, short = form.kind, form.latent, form.rope, form.latent + form.rope, staging.ctypes.data
     if kind == FP8:
         for d in range(0, dim // 64 * 64, 64):
             decode_codes(source + np.uint64(d), to + np.uint64(2 * d))
@@ -178,16 +212,17 @@ def _values_two(p, values, out, tokens, pitch, width):
 
 
 @piece
-def _gather_block(records, first, count, padded, kind, latent, rope, wide, staging):
+def _gather_block(records, first, count, padded, form, work):
     """Decode records [first, first + count) of the address list, zeros up to ``padded``."""
-    width, lines = np.uint64(2 * wide.shape[1]), (latent + rope) * (2 if kind == BF16 else 1) // 64
+    wide = work.wide
+    width, lines = np.uint64(2 * wide.shape[1]), (form.latent + form.rope) * (2 if form.kind == BF16 else 1) // 64
     to = wide.ctypes.data
     for t in range(count):
         if first + t + _AHEAD < records.shape[0]:
             ahead = records[first + t + _AHEAD]
             for line in range(lines):
                 prefetch(ahead + np.uint64(64 * line))
-        decode_record(records[first + t], kind, latent, rope, to, staging)
+        decode_record(records[first + t], form, to, work.staging)
         to += width
     for t in range(count, padded):
         for d in range(wide.shape[1]):
@@ -195,25 +230,28 @@ def _gather_block(records, first, count, padded, kind, latent, rope, wide, stagi
 
 
 @piece
-def _logits(wide, queries, scores, padded):
-    """scores [padded, heads] of the decoded block."""
-    width, tiles, steps, stride = 2 * wide.shape[1], queries.shape[0], queries.shape[1], 4 * scores.shape[1]
-    record, query, score = wide.ctypes.data, queries.ctypes.data, scores.ctypes.data
+def _logits(work, count, padded):
+    """scores [padded, heads] of the decoded block; LOW for the padding."""
+    queries, scores = work.queries, work.scores
+    width, tiles, steps, stride = 2 * work.wide.shape[1], queries.shape[0], queries.shape[1], 4 * scores.shape[1]
+    record, query, score = work.wide.ctypes.data, queries.ctypes.data, scores.ctypes.data
     if tiles == 1:
         for t in range(0, padded, 64):
             _logits_one(record + np.uint64(t * width), query, score + np.uint64(t * stride), width, steps)
-        return
-    for t in range(0, padded, 32):
-        for tile in range(0, tiles, 2):
-            _logits_two(
-                record + np.uint64(t * width), query + np.uint64(1024 * steps * tile), score + np.uint64(t * stride + 64 * tile),
-                width, steps, stride,
-            )  # fmt: skip
+    else:
+        for t in range(0, padded, 32):
+            for tile in range(0, tiles, 2):
+                at, to = query + np.uint64(1024 * steps * tile), score + np.uint64(t * stride + 64 * tile)
+                _logits_two(record + np.uint64(t * width), at, to, width, steps, stride)
+    for t in range(count, padded):
+        for head in range(scores.shape[1]):
+            scores[t, head] = np.float32(LOW)
 
 
 @piece
-def _values(wide, pairs, p, totals, padded):
+def _values(work, padded):
     """totals [heads, latent] += p [heads, padded] @ the block's values, 64 columns at a time."""
+    wide, pairs, p, totals = work.wide, work.pairs, work.p, work.totals
     width, pitch, tiles, row = np.uint64(2 * wide.shape[1]), 2 * p.shape[1], p.shape[0] // 16, 4 * totals.shape[1]
     record, value, probability, total = wide.ctypes.data, pairs.ctypes.data, p.ctypes.data, totals.ctypes.data
     for column in range(0, totals.shape[1], 64):
@@ -233,14 +271,30 @@ def _values(wide, pairs, p, totals, padded):
 
 
 @piece
-def attend(records, kind, latent, rope, scale, queries, masks, wide, pairs, scores, p, totals, state, staging):
-    """Attention of all virtual heads over the records at the addresses ``records``; ``totals`` and ``state`` hold the result.
+def _softmax(work, masks, first, padded, scale):
+    """p of the block and the running state of all heads; what was summed before is rescaled where a maximum grew."""
+    scores, p, state, totals = work.scores, work.p, work.state, work.totals
+    stride, masked, mask_stride = 4 * scores.shape[1], masks.shape[0] > 0, 2 * masks.shape[1]
+    for tile in range(state.shape[0]):
+        at, out = scores.ctypes.data + np.uint64(64 * tile), p.ctypes.data + np.uint64(32 * tile * p.shape[1])
+        held, mask = state[tile].ctypes.data, masks.ctypes.data + np.uint64(first * mask_stride + 2 * tile)
+        if masked:
+            rescale = softmax16_masked(at, stride, padded, scale, held, out, mask)
+        else:
+            rescale = softmax16(at, stride, padded, scale, held, out, mask)
+        if rescale:
+            for lane in range(16):
+                scale_row(totals[16 * tile + lane].ctypes.data, state[tile, 2, lane], totals.shape[1])
+
+
+@piece
+def attend(records, masks, form, work):
+    """Attention of all heads of ``work.queries`` over the records at the addresses ``records``; totals and state hold the result.
 
     masks [ids or 0, head tiles] u2: which heads attend an id; without rows every head attends every id
     """
-    tiles, stride, pitch, ids = queries.shape[0], 4 * scores.shape[1], 2 * p.shape[1], records.shape[0]
-    masked, mask_stride = masks.shape[0] > 0, 2 * masks.shape[1]
-    for tile in range(tiles):
+    state, totals, ids = work.state, work.totals, records.shape[0]
+    for tile in range(state.shape[0]):
         for lane in range(16):
             state[tile, 0, lane], state[tile, 1, lane] = np.float32(-1e30), np.float32(0)
     for head in range(totals.shape[0]):
@@ -249,28 +303,16 @@ def attend(records, kind, latent, rope, scale, queries, masks, wide, pairs, scor
     for first in range(0, ids, BLOCK):
         count = min(BLOCK, ids - first)
         padded = (count + 63) // 64 * 64
-        _gather_block(records, first, count, padded, kind, latent, rope, wide, staging)
-        _logits(wide, queries, scores, padded)
-        for t in range(count, padded):
-            for head in range(scores.shape[1]):
-                scores[t, head] = np.float32(LOW)
-        for tile in range(tiles):
-            at, out = scores.ctypes.data + np.uint64(64 * tile), p.ctypes.data + np.uint64(16 * tile * pitch)
-            held, mask = state[tile].ctypes.data, masks.ctypes.data + np.uint64(first * mask_stride + 2 * tile)
-            if masked:
-                rescale = softmax16_masked(at, stride, padded, scale, held, out, pitch, mask, mask_stride)
-            else:
-                rescale = softmax16(at, stride, padded, scale, held, out, pitch, mask, mask_stride)
-            if rescale:
-                for lane in range(16):
-                    scale_row(totals[16 * tile + lane].ctypes.data, state[tile, 2, lane], totals.shape[1])
-        _values(wide, pairs, p, totals, padded)
+        _gather_block(records, first, count, padded, form, work)
+        _logits(work, count, padded)
+        _softmax(work, masks, first, padded, form.scale)
+        _values(work, padded)
 
 
 @piece
-def finish_head(totals, state, head, factor, out):
-    """out [latent] = totals[head] * (factor / its row sum), columns in order. ``totals`` has room behind it for nothing more."""
-    latent, share = out.shape[0], factor / state[head // 16, 1, head % 16]
+def finish_head(work, head, factor, out):
+    """out [latent] = totals[head] * (factor / its row sum), columns in order."""
+    totals, latent, share = work.totals, out.shape[0], factor / work.state[head // 16, 1, head % 16]
     source, to = totals[head].ctypes.data, out.ctypes.data
     for column in range(0, latent // 32 * 32, 32):
         finish32(source + np.uint64(4 * column), share, to + np.uint64(4 * column))
@@ -281,28 +323,22 @@ def finish_head(totals, state, head, factor, out):
             out[last + c] = totals[head, last + place] * share
 
 
-@kernel(
-    "void(u1[:,::1], i4[:,::1], i4[::1], u2[:,:,::1], f4[:,:,::1], i8, i8, f4, f4, u8[::1], u2[:,:,:,:,::1], u2[:,::1], u2[:,::1],"
-    " u2[::1], f4[:,::1], u2[:,::1], f4[:,::1], f4[:,:,::1], u1[::1])"
-)
-def attend_rows(
-    history, ids, counts, query, context, kind, latent, scale, factor,
-    records, queries, masks, wide, pairs, scores, p, totals, state, staging,
-):  # fmt: skip
+@kernel("u1[:,::1]", "i4[:,::1]", "i4[::1]", "u2[:,:,::1]", "f4[:,:,::1]", Form, Work)
+def attend_rows(history, ids, counts, query, context, form, work):
     """Context [m, heads, latent] of rows with ids [m, topk], the first ``counts`` of each real; a row without any gives zeros."""
-    rope, base, pitch = query.shape[2] - latent, history.ctypes.data, history.shape[1]
+    base, pitch = history.ctypes.data, history.shape[1]
     tile_begin()
     for row in range(ids.shape[0]):
         count = counts[row]
         if count == 0:
             for head in range(context.shape[1]):
-                for column in range(latent):
+                for column in range(context.shape[2]):
                     context[row, head, column] = np.float32(0)
             continue
         for j in range(count):
-            records[j] = base + np.uint64(ids[row, j]) * np.uint64(pitch)
-        load_queries(query[row], 0, queries)
-        attend(records[:count], kind, latent, rope, scale, queries, masks, wide, pairs, scores, p, totals, state, staging)
+            work.records[j] = base + np.uint64(ids[row, j]) * np.uint64(pitch)
+        load_queries(query[row], 0, work.queries)
+        attend(work.records[:count], work.everyone, form, work)
         for head in range(context.shape[1]):
-            finish_head(totals, state, head, factor, context[row, head])
+            finish_head(work, head, form.factor, context[row, head])
     tile_end()

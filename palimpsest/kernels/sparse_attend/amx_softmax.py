@@ -16,6 +16,7 @@ from palimpsest.kernels.amx_decode import to_bf16
 from palimpsest.kernels.amx_ir import (
     ADDRESS, F32, F32X16, I1X16, I16, I32, I32X16, I64, call, const, fma, load, offset, shuffle, splat, store, transpose16, value, void,
 )  # fmt: skip
+from palimpsest.kernels.sizes import AMX_ID_BLOCK
 
 #: below every score that can occur, and finite, so that differences are too
 LOW = float(np.float32(-3e38))
@@ -46,8 +47,9 @@ def _larger(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
 class _Block:
     """Where the 16 heads' scores and mask bits of a token lie."""
 
-    def __init__(self, b: ir.IRBuilder, scores: ir.Value, stride: ir.Value, masks: ir.Value | None, mask_stride: ir.Value | None):
-        self.b, self.scores, self.stride, self.masks, self.mask_stride = b, scores, stride, masks, mask_stride
+    def __init__(self, b: ir.IRBuilder, scores: ir.Value, stride: ir.Value, masks: ir.Value | None):
+        self.b, self.scores, self.stride, self.masks = b, scores, stride, masks
+        self.mask_stride = b.lshr(stride, I64(5))  # 2 bytes where 16 heads have 64
 
     def token(self, number: ir.Value) -> tuple[ir.Value, ir.Value | None]:
         b = self.b
@@ -71,8 +73,8 @@ def _maximum(b: ir.IRBuilder, block: _Block, tokens: ir.Value) -> ir.Value:
     return _larger(b, _larger(b, found[0], found[1]), _larger(b, found[2], found[3]))
 
 
-def _probabilities(b: ir.IRBuilder, block: _Block, tokens: ir.Value, scale: ir.Value, peak: ir.Value, out: ir.Value, pitch: ir.Value) -> ir.Value:
-    """Write bf16 p of 16 heads as rows of ``pitch`` bytes; returns the sums of the rounded p, tokens added in order."""
+def _probabilities(b: ir.IRBuilder, block: _Block, tokens: ir.Value, scale: ir.Value, peak: ir.Value, out: ir.Value) -> ir.Value:
+    """Write bf16 p of 16 heads as rows of AMX_ID_BLOCK; returns the sums of the rounded p, tokens added in order."""
     total, shift = cgutils.alloca_once_value(b, const(F32X16, 0.0)), b.fsub(const(F32X16, -0.0), peak)
     b.store(const(F32X16, 0.0), total)
     with cgutils.for_range(b, b.lshr(tokens, I64(5))) as loop:
@@ -89,19 +91,19 @@ def _probabilities(b: ir.IRBuilder, block: _Block, tokens: ir.Value, scale: ir.V
             rows.append(b.or_(b.lshr(bits[0], const(I32X16, 16)), bits[1]))
         b.store(sums, total)
         for head, row in enumerate(transpose16(b, rows)):
-            store(b, row, b.add(b.add(out, b.mul(pitch, I64(head))), b.shl(loop.index, I64(6))), 64)
+            store(b, row, b.add(offset(b, out, 2 * AMX_ID_BLOCK * head), b.shl(loop.index, I64(6))), 64)
     return b.load(total)
 
 
 def _softmax(masked: bool) -> Callable[..., Any]:
     def body(b: ir.IRBuilder, scores: ir.Value, stride: ir.Value, tokens: ir.Value, scale: ir.Value, state: ir.Value, out: ir.Value,
-             pitch: ir.Value, masks: ir.Value, mask_stride: ir.Value) -> ir.Value:  # fmt: skip
-        block, factor = _Block(b, scores, stride, masks if masked else None, mask_stride), splat(b, scale, F32X16)
+             masks: ir.Value) -> ir.Value:  # fmt: skip
+        block, factor = _Block(b, scores, stride, masks if masked else None), splat(b, scale, F32X16)
         old = load(b, state, F32X16, 64)
         peak = _larger(b, b.fmul(_maximum(b, block, tokens), factor), old)
         alpha = exp2(b, b.fsub(old, peak))
         store(b, peak, state, 64)
-        sums = _probabilities(b, block, tokens, factor, peak, out, pitch)
+        sums = _probabilities(b, block, tokens, factor, peak, out)
         at = offset(b, state, 64)
         store(b, fma(b, load(b, at, F32X16, 64), alpha, sums), at, 64)
         store(b, alpha, offset(b, state, 128), 64)
@@ -111,22 +113,22 @@ def _softmax(masked: bool) -> Callable[..., Any]:
     return body
 
 
-_ARGUMENTS = (ADDRESS, types.int64, types.int64, types.float32, ADDRESS, ADDRESS, types.int64, ADDRESS, types.int64)
+_ARGUMENTS = (ADDRESS, types.int64, types.int64, types.float32, ADDRESS, ADDRESS, ADDRESS)
 
 
 @intrinsic
-def softmax16(typing: Any, scores: Any, stride: Any, tokens: Any, scale: Any, state: Any, out: Any, pitch: Any, masks: Any, mask_stride: Any) -> Any:
+def softmax16(typing: Any, scores: Any, stride: Any, tokens: Any, scale: Any, state: Any, out: Any, masks: Any) -> Any:
     """One block for 16 heads; returns 1 when an earlier block's sums must be rescaled.
 
     scores: [tokens, heads] fp32 rows of ``stride`` bytes; scale: softmax scale times log2(e); state: running maximum (scaled), sum and
-    rescaling factor, 16 fp32 each; out: p as 16 rows of bf16, ``pitch`` bytes apart; tokens: a multiple of 32
+    rescaling factor, 16 fp32 each; out: p as 16 rows of AMX_ID_BLOCK bf16; tokens: a multiple of 32
     """
     return types.int64(*_ARGUMENTS), value(_softmax(False))
 
 
 @intrinsic
-def softmax16_masked(typing: Any, scores: Any, stride: Any, tokens: Any, scale: Any, state: Any, out: Any, pitch: Any, masks: Any, mask_stride: Any) -> Any:
-    """``softmax16`` where bit h of the 16-bit word at masks + token * mask_stride says whether head h attends the token."""
+def softmax16_masked(typing: Any, scores: Any, stride: Any, tokens: Any, scale: Any, state: Any, out: Any, masks: Any) -> Any:
+    """``softmax16`` where bit h of a token's 16-bit word says whether head h attends it; words lie stride / 32 bytes apart."""
     return types.int64(*_ARGUMENTS), value(_softmax(True))
 
 
