@@ -1,6 +1,6 @@
 """Plan a deployment: what does a one-million-token prefill of Kimi K3.1-Pro take, why, and what would other engines take?
 
-Cells are marked with ``# %%``: run them one by one in an editor or notebook, or all with ``python examples/plan_a_deployment.py``.
+Cells are marked with ``# %%``: run them one by one in an editor, or all with ``python examples/plan_a_deployment.py``.
 Needs no GPU, no weights and no torch. An optional argument names a folder for the picture.
 """
 
@@ -18,8 +18,10 @@ print(f"{geometry.name}: {geometry.layers} layers, {len(geometry.full_layers)} o
 limits = Limits(tokens=1 << 20, rows=4096, ranks=16)
 planned = plan(geometry, limits)
 early, late = (planned.on.by_name[name] for name in planned.program.histories)
-print(f"index history {early.nbytes // MIB} MiB at byte {early.offset}, latent history {late.nbytes // MIB} MiB at byte {late.offset}")
-print(f"both together: {(early.nbytes + late.nbytes) // MIB} -> {(early.nbytes + late.nbytes - planned.saved) // MIB} MiB per rank")
+apart = early.nbytes + late.nbytes
+print(f"index history: {early.nbytes // MIB} MiB at byte {early.offset}")
+print(f"latent history: {late.nbytes // MIB} MiB at byte {late.offset}")
+print(f"both together: {apart // MIB} -> {(apart - planned.saved) // MIB} MiB per rank")
 print(f"reusable peak {planned.on.peak / MIB:.2f} MiB, lower bound {planned.on.lower_bound / MIB:.2f} MiB")
 
 # %% Why is that the peak?

@@ -2,8 +2,8 @@
 
     from palimpsest import Formats, Limits, compare, fit, load_geometry, plan
 
-The names below are the planning API (``palimpsest.api``), loaded when first used: importing this package imports neither torch nor
-numpy, and no other module of it. ``python -m palimpsest.cli.main --help`` lists what the command line does.
+The names below are the planning API (``palimpsest.api``), loaded when first used: importing this package imports neither torch
+nor numpy, and no other module of it. ``python -m palimpsest.cli.main --help`` lists what the command line does.
 """
 
 import importlib

@@ -127,8 +127,9 @@ def fit(
     context given:           the fewest ranks, for chunks of ``rows`` rows
     whole:   weigh the whole model with its weights stored as ``weights`` says; otherwise one layer that runs an indexer
     reserve: bytes of ``memory`` that no plan may use (driver, libraries)
-    ``Fit.limits`` holds the answer and ``Fit.binding`` the role that grows most; when ``Fit.fits`` is False, ``Fit.cannot`` is the
-    smallest set of buffers that cannot exist together. Raises BadConfig when neither ranks nor context is given, or rows with both.
+    ``Fit.limits`` holds the answer and ``Fit.binding`` the role that grows most; when ``Fit.fits`` is False, ``Fit.cannot`` is
+    the smallest set of buffers that cannot exist together. Raises BadConfig when neither ranks nor context is given, or rows
+    with both.
     """
     from palimpsest.core.units import parse_bytes
     from palimpsest.plan import fit as search

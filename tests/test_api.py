@@ -29,7 +29,9 @@ def test_names_are_pinned_and_documented() -> None:
 
 def test_importing_the_package_imports_nothing_else() -> None:
     """Deterministic instead of timed: what is not imported costs nothing."""
-    code = "import sys; before = set(sys.modules); import palimpsest; print(sorted(m for m in set(sys.modules) - before if '.' not in m))"
+    code = (
+        "import sys; old = set(sys.modules); import palimpsest; print(sorted(m for m in set(sys.modules) - old if '.' not in m))"
+    )
     loaded = python(code)
     assert "'palimpsest'" in loaded
     assert not [m for m in ("torch", "numpy", "rich", "plotly", "matplotlib", "dataclasses") if f"'{m}'" in loaded]
@@ -47,10 +49,12 @@ def test_planning_imports_neither_torch_nor_numpy() -> None:
     assert python("import numpy;" + code) == "['numpy']"
 
 
-@pytest.mark.parametrize("first", ["import palimpsest.plan.place", "from palimpsest.plan import check", "import palimpsest", "import palimpsest.api"])
+@pytest.mark.parametrize(
+    "first", ["import palimpsest.plan.place", "from palimpsest.plan import check", "import palimpsest", "import palimpsest.api"]
+)
 def test_plan_is_a_package_and_a_verb_whatever_was_imported_first(first: str) -> None:
     code = (
-        f"{first}\nfrom palimpsest import plan, Limits\nimport palimpsest.plan.place as p\nfrom palimpsest.plan.plan import Plan\n"
+        f"{first}\nfrom palimpsest import plan, Limits\nimport palimpsest.plan.place as p\n"
         "print(plan('kimi-k3.1-pro', Limits(1 << 16, 4096, 16)).saved, plan.__name__, p.place.__name__)"
     )
     assert python(code) == f"{132 << 16} palimpsest.plan place"

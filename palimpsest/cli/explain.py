@@ -13,7 +13,9 @@ FORMAT = "palimpsest-explain-1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a preset name, a config.json, or a checkpoint folder")
-    parser.add_argument("--context", metavar="TOKENS", help="history tokens to prepare, such as 256K or 1M (default: the model's own)")
+    parser.add_argument(
+        "--context", metavar="TOKENS", help="history tokens to prepare, such as 256K or 1M (default: the model's own)"
+    )
     parser.add_argument("--rows", metavar="ROWS", default="4096", help="query rows of one prefill chunk (default: 4096)")
     parser.add_argument("--ranks", metavar="N", default="1", help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--page", metavar="TOKENS", default="64", help="tokens of one cache page and shard block (default: 64)")

@@ -1,17 +1,35 @@
 """Records in, bf16 tile operands out (``amx`` engine).
 
-An e4m3 code becomes bf16 by two 128-entry byte tables in registers: exact, NaN codes included, whatever the denormal mode of the thread.
+An e4m3 code becomes bf16 by two 128-entry byte tables in registers: exact, NaN codes included, whatever the denormal mode of
+the thread.
 """
 
 from typing import Any
 
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
 from palimpsest.kernels.amx_ir import (
-    ADDRESS, F32X16, I1X16, I8, I8X64, I16, I16X16, I16X32, I32, I32X16, I64, I64X8, call, const, load, offset, shuffle, splat, store, void,
+    ADDRESS,
+    F32X16,
+    I1X16,
+    I8,
+    I8X64,
+    I16X16,
+    I16X32,
+    I32,
+    I32X16,
+    I64X8,
+    call,
+    const,
+    load,
+    offset,
+    shuffle,
+    splat,
+    store,
+    void,
 )  # fmt: skip
+from palimpsest.kernels.jit import intrinsic
 
 
 def _bf16_of_e4m3(code: int) -> int:
@@ -45,7 +63,8 @@ _SECOND = tuple(x for lane in range(4) for e in range(8) for x in (16 * lane + 8
 
 
 def decode64(b: ir.IRBuilder, source: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """64 consecutive codes -> two vectors of 32 bf16 in order. The quadwords are pre-shuffled so that interleaving restores the order."""
+    """64 consecutive codes -> two vectors of 32 bf16 in order. The quadwords are pre-shuffled so that interleaving restores the
+    order."""
     raw = load(b, source, I64X8)
     low, high = _look_up(b, b.bitcast(shuffle(b, raw, raw, (0, 4, 1, 5, 2, 6, 3, 7)), I8X64))
     return b.bitcast(shuffle(b, low, high, _FIRST), I16X32), b.bitcast(shuffle(b, low, high, _SECOND), I16X32)
@@ -113,7 +132,8 @@ def round32(typing: Any, source: Any, target: Any) -> Any:
 
 @intrinsic
 def pack_codes(typing: Any, source: Any, pitch: Any, target: Any) -> Any:
-    """Four e4m3 columns of 16 rows, ``pitch`` bytes apart, as two rows of a right tile: [2 pairs, 16 rows, 2] bf16 (128 bytes)."""
+    """Four e4m3 columns of 16 rows, ``pitch`` bytes apart, as two rows of a right tile: [2 pairs, 16 rows, 2] bf16 (128
+    bytes)."""
     pairs = [
         tuple(x for lane in range(16) for e in (2 * half, 2 * half + 1) for x in (4 * lane + e, 64 + 4 * lane + e))
         for half in range(2)
@@ -158,13 +178,3 @@ def prefetch(typing: Any, address: Any) -> Any:
         call(b, "llvm.prefetch.p0", ir.VoidType(), b.inttoptr(address, I8.as_pointer()), I32(0), I32(3), I32(1))
 
     return types.void(ADDRESS), void(body)
-
-
-@intrinsic
-def fill_zero(typing: Any, address: Any) -> Any:
-    """64 zero bytes."""
-    return types.void(ADDRESS), void(lambda b, address: store(b, const(I16X32, 0), address))
-
-
-__all__ = ["COLUMN_ORDER", "I16", "I64", "copy64", "decode64", "decode_codes", "decode_scaled", "fill_zero", "pack_codes", "pair_rows",
-           "prefetch", "round32", "to_bf16"]  # fmt: skip

@@ -1,6 +1,8 @@
-"""LLVM from numba: how the ``amx`` engine writes instructions that Python has no word for, and the AMX tile instructions themselves.
+"""LLVM from numba: how the ``amx`` engine writes instructions that Python has no word for, and the AMX tile instructions
+themselves.
 
-Addresses are plain integers (``types.uintp``); nothing here checks a bound. Tile numbers are literals 0..7, every tile is 16 rows of 64 bytes.
+Addresses are plain integers (``types.uintp``); nothing here checks a bound. Tile numbers are literals 0..7, every tile is 16
+rows of 64 bytes.
 Import only where ``detect`` offers ``amx``: compiling these for another target ends the process.
 """
 
@@ -9,7 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
+
+from palimpsest.kernels.jit import intrinsic
 
 I1, I8, I16, I32, I64, F32 = ir.IntType(1), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 F32X16, I32X16, I1X16, I16X16 = (ir.VectorType(t, 16) for t in (F32, I32, I1, I16))

@@ -1,9 +1,10 @@
 """Projections ``x @ weight.T`` on AMX: bf16 weights straight from their buffer, fp32 sums in a fixed order (``amx`` engine).
 
-The product is formed transposed, weight rows as left tiles and packed input rows as right tiles, so that the weight is never repacked. A
-result adds 32 elements of the depth at a time, ascending (TDPBF16PS); which tile a row lies in and who its neighbours are changes nothing,
-so no padding to a fixed shape and no probe is needed. fp32 input is split in two bf16 parts, x = high + low + at most 2^-17 |x|, and each
-step of 32 adds the high part first.
+The product is formed transposed, weight rows as left tiles and packed input rows as right tiles, so that the weight is never
+repacked. A
+result adds 32 elements of the depth at a time, ascending (TDPBF16PS); which tile a row lies in and who its neighbours are
+changes nothing, so no padding to a fixed shape and no probe is needed. fp32 input is split in two bf16 parts,
+x = high + low + at most 2^-17 |x|, and each step of 32 adds the high part first.
 """
 
 from typing import Any
@@ -12,14 +13,28 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
 from palimpsest.kernels.amx_decode import to_bf16
 from palimpsest.kernels.amx_ir import (
-    ADDRESS, F32X16, I16X16, I32X16, const, load, store, tile_begin, tile_dot, tile_end, tile_load, tile_store, tile_zero, transpose16, value, void,
+    ADDRESS,
+    F32X16,
+    I16X16,
+    I32X16,
+    const,
+    load,
+    store,
+    tile_begin,
+    tile_dot,
+    tile_end,
+    tile_load,
+    tile_store,
+    tile_zero,
+    transpose16,
+    value,
+    void,
 )  # fmt: skip
 from palimpsest.kernels.call import Scratch
-from palimpsest.kernels.jit import kernel, piece
+from palimpsest.kernels.jit import intrinsic, kernel, piece
 from palimpsest.kernels.sizes import ROW_TILE
 
 
@@ -81,7 +96,8 @@ def pack_rows(parts, packed):
 
 @piece
 def _multiply(upper, lower, pitch, packed, steps, split, sums):
-    """Two tiles of 16 weight rows against 32 packed input rows; sums [4 tiles]: upper and lower weights by first and second rows."""
+    """Two tiles of 16 weight rows against 32 packed input rows; sums [4 tiles]: upper and lower weights by first and second
+    rows."""
     tile_zero(0)
     tile_zero(1)
     tile_zero(2)
@@ -114,7 +130,8 @@ def _multiply(upper, lower, pitch, packed, steps, split, sums):
 
 @kernel("u8", "i8", "i8", "u2[:,:,:,:,:,::1]", "u2[:,::1]", "f4[::1]", "f4[:,::1]")
 def project_rows(weight, pitch, columns, packed, tail, sums, out):
-    """out [32, columns] = packed rows @ weight.T; weight rows of ``pitch`` bytes at address ``weight``; tail [32, depth]: scratch."""
+    """out [32, columns] = packed rows @ weight.T; weight rows of ``pitch`` bytes at address ``weight``; tail [32, depth]:
+    scratch."""
     steps, split, depth = packed.shape[0], packed.shape[1] == 2, 32 * packed.shape[0]
     rows, row_bytes, total = packed.ctypes.data, 4 * out.shape[1], sums.ctypes.data
     words = tail.view(np.uint64)
@@ -162,7 +179,8 @@ class AmxProjection:
             self.weight = self.kept.copy_(weight)
 
     def apply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """``out`` [ROW_TILE, columns] fp32 = ``rows`` [<= ROW_TILE, depth] bf16 or fp32 @ loaded.T; rows past the given ones come out zero."""
+        """``out`` [ROW_TILE, columns] fp32 = ``rows`` [<= ROW_TILE, depth] bf16 or fp32 @ loaded.T; rows past the given ones
+        come out zero."""
         assert self.weight is not None
         count = rows.shape[0]
         split = rows.dtype != torch.bfloat16

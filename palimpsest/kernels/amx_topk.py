@@ -1,8 +1,11 @@
 """Exact streaming top-k of one row with AVX512 (``amx`` engine): candidates, thresholds, compaction.
 
-A score becomes a signed integer key that orders like the score (-0 as +0, NaN as -inf); a candidate is (key, token id), kept in arrival order,
-so ids ascend and "the first of equals" is "the lowest id". Once ``capacity`` candidates are held, quickselect finds the k-th largest key, the
-row keeps what is above it and the first of its equals, and from then on only strictly larger keys enter: a later equal has a higher id.
+A score becomes a signed integer key that orders like the score (-0 as +0, NaN as -inf); a candidate is (key, token id), kept in
+arrival order,
+so ids ascend and "the first of equals" is "the lowest id". Once ``capacity`` candidates are held, quickselect finds the k-th
+largest key, the
+row keeps what is above it and the first of its equals, and from then on only strictly larger keys enter: a later equal has a
+higher id.
 """
 
 from typing import Any
@@ -10,12 +13,23 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
 from palimpsest.kernels.amx_ir import (
-    ADDRESS, F32X16, I32, I32X16, I64, compress, const, count_lanes, load, offset, splat, store, value,
+    ADDRESS,
+    F32X16,
+    I32,
+    I32X16,
+    I64,
+    compress,
+    const,
+    count_lanes,
+    load,
+    offset,
+    splat,
+    store,
+    value,
 )  # fmt: skip
-from palimpsest.kernels.jit import piece
+from palimpsest.kernels.jit import intrinsic, piece
 
 #: below every key, also that of -inf
 LOWEST = np.int32(-(1 << 31))
@@ -91,7 +105,8 @@ def _append(
 
 @intrinsic
 def split16(typing: Any, source: Any, pivot: Any, valid: Any, high: Any, low: Any, counts: Any) -> Any:
-    """Of the first ``valid`` of 16 keys, append those above ``pivot`` to ``high`` and those below to ``low``; counts = high | low << 32."""
+    """Of the first ``valid`` of 16 keys, append those above ``pivot`` to ``high`` and those below to ``low``; counts = high |
+    low << 32."""
 
     def body(
         b: ir.IRBuilder, source: ir.Value, pivot: ir.Value, valid: ir.Value, high: ir.Value, low: ir.Value, counts: ir.Value
@@ -145,7 +160,8 @@ def _pivot(keys, first, count, rank, sample):
 
 @piece
 def kth_largest(keys, count, rank, work, sample):
-    """The ``rank``-th largest of keys[:count] (1-based); ``keys`` stays. ``work`` [4, >= count + SLACK], ``sample`` [16]: scratch, int32."""
+    """The ``rank``-th largest of keys[:count] (1-based); ``keys`` stays. ``work`` [4, >= count + SLACK], ``sample`` [16]:
+    scratch, int32."""
     half = work.shape[1]
     flat = work.reshape(4 * half)
     source, first, held, want, flip = keys, 0, count, rank, 0
@@ -199,7 +215,8 @@ def compact(keys, ids, count, topk, work, sample):
 
 @piece
 def push_scores(group, row, scores, seen, first):
-    """Offer scores[:seen] of tokens ``first``... to ``row`` of a group; returns how many were NaN. ``scores`` is readable up to a multiple of 64.
+    """Offer scores[:seen] of tokens ``first``... to ``row`` of a group; returns how many were NaN. ``scores`` is readable up to
+    a multiple of 64.
 
     group: candidates, ids [m, capacity], held, least [m], work, sample, topk
     """

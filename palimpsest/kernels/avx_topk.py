@@ -1,6 +1,7 @@
 """Exact streaming top-k of one row in plain loops (``avx`` engine): the method of ``amx_topk`` without an intrinsic.
 
-A score becomes a signed integer key that orders like the score (-0 as +0, NaN as -inf); candidates are kept in arrival order, so ids ascend and
+A score becomes a signed integer key that orders like the score (-0 as +0, NaN as -inf); candidates are kept in arrival order,
+so ids ascend and
 the first of equals has the lowest id.
 """
 
@@ -56,7 +57,8 @@ def _middle(keys, first, count, rank, sample):
 
 @piece
 def kth_largest(keys, count, rank, work, sample):
-    """The ``rank``-th largest of keys[:count] (1-based); ``keys`` stays. ``work`` [4 * (count + 1)], ``sample`` [16]: scratch, int32."""
+    """The ``rank``-th largest of keys[:count] (1-based); ``keys`` stays. ``work`` [4 * (count + 1)], ``sample`` [16]: scratch,
+    int32."""
     quarter = work.shape[0] // 4
     source, first, held, want, flip = keys, 0, count, rank, 0
     while held > 32:

@@ -1,7 +1,9 @@
 """Which engines this machine runs, found out before anything is compiled.
 
-A wrong guess is not an error message: given an instruction the target lacks, LLVM ends the process. So an engine is offered only when the
-features numba compiles for (the CPU's, or ``NUMBA_CPU_FEATURES``) contain what it uses and, for AMX, the kernel grants the tile registers.
+A wrong guess is not an error message: given an instruction the target lacks, LLVM ends the process. So an engine is offered
+only when the
+features numba compiles for (the CPU's, or ``NUMBA_CPU_FEATURES``) contain what it uses and, for AMX, the kernel grants the tile
+registers.
 """
 
 import ctypes
@@ -27,9 +29,10 @@ def target_features() -> frozenset[str]:
     from llvmlite import binding
     from numba.core import config
 
-    if config.CPU_FEATURES is not None:
-        return frozenset(one[1:] for one in config.CPU_FEATURES.split(",") if one.startswith("+"))
-    if config.CPU_NAME is not None:
+    given = getattr(config, "CPU_FEATURES", None)
+    if given is not None:
+        return frozenset(one[1:] for one in given.split(",") if one.startswith("+"))
+    if getattr(config, "CPU_NAME", None) is not None:
         return frozenset()
     return frozenset(name for name, present in binding.get_host_cpu_features().items() if present)
 

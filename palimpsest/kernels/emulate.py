@@ -1,4 +1,5 @@
-"""The compiled engines' index scores in plain numpy, bit for bit: what ``amx-1`` and ``avx-1`` mean, and what tests hold the kernels to.
+"""The compiled engines' index scores in plain numpy, bit for bit: what ``amx-1`` and ``avx-1`` mean, and what tests hold the
+kernels to.
 
 Slow on purpose. Nothing here knows a tile, a thread or an instruction, only the order of roundings.
 """
@@ -13,7 +14,8 @@ _NORMAL = np.float32(2.0**-126)
 
 
 def fma(a: F32, b: F32, c: F32) -> F32:
-    """fp32(a * b + c) with one rounding. The product is exact in fp64; the sum is rounded to odd there, so the last rounding is right."""
+    """fp32(a * b + c) with one rounding. The product is exact in fp64; the sum is rounded to odd there, so the last rounding is
+    right."""
     product, addend = a.astype(np.float64) * b, np.asarray(c, np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         total = product + addend
@@ -32,10 +34,14 @@ def _flushed(x: F32) -> F32:
 def amx_dot(left: F32, right: F32) -> F32:
     """TDPBF16PS over the last axis, 32 elements a step: [m, k] x [n, k] -> [m, n]. Values must be bf16; zeros fill the last step.
 
-    A step: one FMA chain from +0 over the even elements, one over the odd ones; their sum is added to the total. Subnormals flush.
+    A step: one FMA chain from +0 over the even elements, one over the odd ones; their sum is added to the total. Subnormals
+    flush.
     """
     pad = -left.shape[1] % 32
-    left, right = (np.pad(x, ((0, 0), (0, pad)))[:, None] if i == 0 else np.pad(x, ((0, 0), (0, pad)))[None] for i, x in enumerate((left, right)))
+    left, right = (
+        np.pad(x, ((0, 0), (0, pad)))[:, None] if i == 0 else np.pad(x, ((0, 0), (0, pad)))[None]
+        for i, x in enumerate((left, right))
+    )
     total = np.zeros(np.broadcast_shapes(left.shape[:2], right.shape[:2]), np.float32)
     for first in range(0, left.shape[2], 32):
         chains = []
@@ -59,7 +65,8 @@ def amx_scores(query: F32, weights: F32, keys: F32, scales: F32) -> F32:
 
 
 def avx_scores(query: F32, weights: F32, keys: F32, scales: F32) -> F32:
-    """``avx-1`` scores [n] of one row; arguments as ``amx_scores``. Products of e4m3 values are exact in fp32, so each step rounds once."""
+    """``avx-1`` scores [n] of one row; arguments as ``amx_scores``. Products of e4m3 values are exact in fp32, so each step
+    rounds once."""
     total = np.zeros(len(keys), np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
         for weight, head in zip(weights, query, strict=True):

@@ -1,14 +1,18 @@
 """Compiled CPU kernels: when they are compiled, and where the machine code is kept.
 
-A module that defines kernels is imported only after ``detect`` has said that this machine runs its engine; importing it compiles its entry
+A module that defines kernels is imported only after ``detect`` has said that this machine runs its engine; importing it
+compiles its entry
 points (seconds the first time, a fraction of a second from the cache), so that no prefill ever waits for a compiler.
 
-The cache is numba's: beside the sources when that folder can be written, else in the user's cache folder (``NUMBA_CACHE_DIR`` overrides both).
-An install that can be written nowhere works too; then every process compiles anew. Numba looks only at the file a kernel stands in, so the
+The cache is numba's: beside the sources when that folder can be written, else in the user's cache folder (``NUMBA_CACHE_DIR``
+overrides both).
+An install that can be written nowhere works too; then every process compiles anew. Numba looks only at the file a kernel stands
+in, so the
 stamp here covers every compiled source file: code from before an edit to a shared piece is never used.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -17,10 +21,13 @@ import numpy as np
 from numba import njit, types
 from numba.core import sigutils
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.extending import intrinsic as _intrinsic
 from numba.extending import register_jitable
 
 #: a field of a kernel's NamedTuple, annotated with numba's spelling of its type
 Array = np.ndarray
+#: an instruction that Python has no word for: a typing function that returns a signature and a code generator
+intrinsic: Any = _intrinsic
 #: a piece of a kernel: inlined into the kernels that call it, never compiled alone
 piece = register_jitable
 #: a piece whose products are exact: whether the target fuses its multiplications and additions changes no bit
@@ -56,15 +63,14 @@ def _type(argument: str | type) -> types.Type:
 def kernel(*arguments: str | type, returns: str = "void") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile a function of these arguments now, without the interpreter lock, from the cache when it is there.
 
-    An argument is numba's spelling of a type, such as ``f4[:,::1]``, or a NamedTuple class whose fields are ``Annotated[..., that spelling]``.
+    An argument is numba's spelling of a type, such as ``f4[:,::1]``, or a NamedTuple class whose fields are ``Annotated[...,
+    that spelling]``.
     """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        dispatcher = njit(nogil=True, error_model="numpy")(function)
-        try:
+        dispatcher: Any = njit(nogil=True, error_model="numpy")(function)
+        with suppress(RuntimeError):  # no folder to keep machine code in: this process keeps its own
             dispatcher._cache = _StampedCache(function)
-        except RuntimeError:
-            pass  # no folder to keep machine code in: this process keeps its own
         result = sigutils.normalize_signature(f"{returns}()")[1]
         dispatcher.compile(result(*[_type(one) for one in arguments]))
         dispatcher.disable_compile()

@@ -137,7 +137,8 @@ def amx_attend_scratch(topk: int, heads: int, kv_lora: int, rope_dims: int) -> i
 
 
 def amx_linear_scratch(depth: int, columns: int, *, resident: bool = False) -> int:
-    """Scratch bytes of ``amx_linear.AmxProjection``: input rows as fp32, as two bf16 parts, packed; a weight tail; sums; the weight when resident."""
+    """Scratch bytes of ``amx_linear.AmxProjection``: input rows as fp32, as two bf16 parts, packed; a weight tail; sums; the
+    weight when resident."""
     return ROW_TILE * depth * (4 + 4 + 4) + 64 * depth + 4096 + (2 * columns * depth if resident else 0) + 6 * 64
 
 
@@ -176,7 +177,8 @@ def avx_select_scratch(topk: int, heads: int, dim: int) -> int:
 
 
 def amx_union_scratch(topk: int, heads: int, kv_lora: int, rope_dims: int) -> int:
-    """Scratch bytes of one thread of sparse_attend, amx-union engine: the row's own, and that of a union of neighbours when heads allow one."""
+    """Scratch bytes of one thread of sparse_attend, amx-union engine: the row's own, and that of a union of neighbours when
+    heads allow one."""
     rows = amx_attend_scratch(topk, heads, kv_lora, rope_dims)
     if not union_heads(heads):
         return rows

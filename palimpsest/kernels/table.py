@@ -39,10 +39,12 @@ ENGINES = {
     "reference": Engine("reference", "reference-1", "plain fp64 twin of every op, for tests and diagnosis; allocates freely"),
     "amx": Engine("cpu", "amx-1", "AMX bf16 tiles for scores, attention and projections; the rest as portable", _AMX, "amx"),
     "amx-union": Engine(
-        "cpu", "amx-union-1", "as amx, but neighbouring rows may share one pass over their records: bits depend on the neighbours",
+        "cpu", "amx-union-1", "as amx, but neighbouring rows may share a pass over their records: bits depend on neighbours",
         _AMX | {"sparse_attend": "amx_union"}, "amx",
     ),
-    "avx": Engine("cpu", "avx-1", "compiled loops for scores and selection; the rest as portable", {"index_select": "avx"}, "avx"),
+    "avx": Engine(
+        "cpu", "avx-1", "compiled loops for scores and selection; the rest as portable", {"index_select": "avx"}, "avx",
+    ),
 }  # fmt: skip
 
 OPS = {
@@ -82,7 +84,8 @@ def contract(op: str) -> OpContract:
 
 
 def implementation(op: str, engine: str) -> "Implementation":
-    """``run(call, chunk)`` of ``op`` on ``engine``, compiled. Raises UnknownName, and Unavailable on a machine that lacks the engine."""
+    """``run(call, chunk)`` of ``op`` on ``engine``, compiled. Raises UnknownName, and Unavailable on a machine that lacks the
+    engine."""
     chosen = engine_of(engine)
     if chosen.needs:
         from palimpsest.kernels.detect import choose_engine
@@ -93,7 +96,8 @@ def implementation(op: str, engine: str) -> "Implementation":
 
 
 def compile_engine(engine: str, progress: Callable[[int, int, str], None] | None = None) -> None:
-    """Compile everything ``engine`` compiles, or load it from the cache: seconds the first time. Run it once before starting ranks.
+    """Compile everything ``engine`` compiles, or load it from the cache: seconds the first time. Run it once before starting
+    ranks.
 
     progress: called with (done, total, what comes next). Raises UnknownName and Unavailable.
     """
@@ -113,7 +117,8 @@ def compile_engine(engine: str, progress: Callable[[int, int, str], None] | None
 def prepare_engine(engine: str, program: "Program", progress: Callable[[int, int, str], None] | None = None) -> int:
     """Import every op of ``program`` and check that this machine keeps the engine's promise; returns the GEMM shapes probed.
 
-    Run once at prepare: it allocates. Raises UnknownName; BadConfig for a program planned with another engine's scratch; Unavailable when
+    Run once at prepare: it allocates. Raises UnknownName; BadConfig for a program planned with another engine's scratch;
+    Unavailable when
     the machine lacks the engine or row bits would depend on their place in a tile.
     """
     from palimpsest.kernels.linear import probe_row_invariance
@@ -123,7 +128,7 @@ def prepare_engine(engine: str, program: "Program", progress: Callable[[int, int
     for step in program.steps:
         params = dict(step.params)
         planned = params.get("engine", engine)
-        if planned != engine and engine != "reference":
+        if engine not in (planned, "reference"):
             raise BadConfig(
                 f"step {step.name} is planned for engine {planned} and would run on {engine}; plan it again for {engine}"
             )

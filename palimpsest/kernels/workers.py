@@ -8,12 +8,14 @@ T = TypeVar("T")
 
 
 def each(groups: Iterable[T], threads: int, work: Callable[[int, T], None]) -> None:
-    """``work(thread, group)`` once per group, on at most ``threads`` threads, the caller's among them. The first exception is raised here.
+    """``work(thread, group)`` once per group, on at most ``threads`` threads, the caller's among them. The first exception is
+    raised here.
 
     Which thread takes a group is left to chance: a group's result may not depend on it.
     """
     waiting = iter(list(groups))
-    lock, errors = threading.Lock(), []
+    lock = threading.Lock()
+    errors: list[Exception] = []
 
     def serve(thread: int) -> None:
         try:
@@ -23,7 +25,7 @@ def each(groups: Iterable[T], threads: int, work: Callable[[int, T], None]) -> N
                 if group is None:
                     return
                 work(thread, group)
-        except Exception as error:  # boundary: carried to the caller
+        except Exception as error:  # noqa: BLE001 # boundary: carried to the caller
             errors.append(error)
 
     helpers = [threading.Thread(target=serve, args=(thread,), daemon=True) for thread in range(1, threads)]

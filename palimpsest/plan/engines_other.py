@@ -34,7 +34,8 @@ def sglang(a: Ask) -> EngineBill:
              "layers/attention/dsa_backend.py; dequantize_k_cache_paged_dsa", "the fp8 prefill's dequantised bf16 copy"),
         _sglang_logits(a),
         Cell("ids", a.T * a.K * 4, "hidden", "T*K*4", a.pick("T K"), f"{_DSA}/dsa_indexer.py", "filled with -1"),
-        unknown("exchange", "no buffer of its own in the files read (SGLANG_DSA_TOPK_BROADCAST is off)", f"{_DSA}/dsa_indexer.py"),
+        unknown("exchange", "no buffer of its own in the files read (SGLANG_DSA_TOPK_BROADCAST is off)",
+                f"{_DSA}/dsa_indexer.py"),
         unknown("total", "no slot is planned: the reserve is 1.5 x chunked_prefill_size + 2 x max_bs, whatever the context",
                 "arg_groups/memory_hook.py"),
     )  # fmt: skip
@@ -46,8 +47,11 @@ def _sglang_logits(a: Ask) -> Cell:
     if a.T * a.N < SGLANG_UNBOUNDED:
         return Cell("logits", a.T * a.N * 4, "hidden", "T*N*4", a.pick("T N"), source, "below 8,000,000 scores: not bounded")
     if known.device_bytes is None or known.free_bytes is None:
-        return unknown("logits", "the budget is a fifth of the memory that is free when the first prefill runs; give device and "
-                       f"free memory to compute it. Unbounded, {a.T:,} rows would take {a.T * a.N * 4 // MIB:,} MiB", source)  # fmt: skip
+        why = (
+            "the budget is a fifth of the memory that is free when the first prefill runs; give both to compute it. "
+            f"Unbounded, {a.T:,} rows would take {a.T * a.N * 4 // MIB:,} MiB"
+        )
+        return unknown("logits", why, source)
     budget = sglang_budget(known.device_bytes, known.free_bytes, known.static_percent)
     symbols = (*a.pick("T N"), ("free", known.free_bytes), ("device", known.device_bytes), ("static", known.static_percent))
     return Cell(
@@ -135,7 +139,7 @@ def llama(a: Ask) -> EngineBill:
         Cell("index gather", 0, "named", "0", (), source, "read where it lies in the cache"),
         Cell("latent gather", 0, "named", "0", (), source, "read where it lies in the cache"),
         Cell("logits", llama_logits(a, fused=True), "named", "N*u*4", (*a.pick("N"), *batch), source,
-             "u = n_ubatch; the selection is a mask over the whole cache, so attention off the sparse path still pays full width"),
+             "u = n_ubatch; the selection is a mask over the whole cache: attention off the sparse path still pays full width"),
         unknown("ids", "small, inside the compute buffer", source),
         unknown("exchange", "no tensor-parallel exchange of ids", source),
         unknown("total", "one compute buffer per backend, decided by the graph allocator and printed at start", source),
@@ -143,4 +147,3 @@ def llama(a: Ask) -> EngineBill:
              "when the fused operation is not available on a backend"),
     )  # fmt: skip
     return EngineBill("llama.cpp", LLAMA, "by the order of the graph, found by its allocator", cells)
-

@@ -128,10 +128,10 @@ def _asked(lifetimes: Lifetimes, pins: tuple[Pin, ...]) -> dict[str, Pin]:
             raise BadConfig(f"{pin.buffer} (alignment {align}) cannot be pinned to {pin.base}, which has a smaller alignment")
         asked[pin.buffer] = pin
     for pin in pins:
-        if pin.base and asked.get(pin.base, pin).base and pin.base in asked:
-            raise BadConfig(f"{pin.buffer} is pinned to {pin.base}, which is pinned to another buffer itself; name that one")
         if pin.base == pin.buffer:
             raise BadConfig(f"{pin.buffer} is pinned to itself")
+        if pin.base and asked.get(pin.base, pin).base and pin.base in asked:
+            raise BadConfig(f"{pin.buffer} is pinned to {pin.base}, which is pinned to another buffer itself; name that one")
     return asked
 
 

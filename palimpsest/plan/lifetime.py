@@ -94,6 +94,8 @@ class Lifetimes:
         if pair is None:
             return "every schedule orders them"
         low, high = sorted(pair)
+        if low == high:
+            return "one step needs both"
         if self.order.precedes(low, high) and self.fenced(a, b) and self._apart(a, b):
             return f"no step that all {self.program.limits.ranks} ranks must reach lies between them"
         return "the lives of the two interleave" if self.order.precedes(low, high) else "some schedule runs these two in either order"

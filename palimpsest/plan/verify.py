@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,8 @@ class Life:
 def _verify(tree: dict[str, Any], report: PlanReport) -> None:
     if tree["format"] != FILE_FORMAT:
         raise Refusal(f"the file has format {str(tree['format'])[:60]!r}; this verifier reads {FILE_FORMAT!r}")
-    program, plan = _object(tree["program"], "program", ("name", "limits", "buffers", "steps")), _object(tree["plan"], "plan", ("format",))
+    program = _object(tree["program"], "program", ("name", "limits", "buffers", "steps", "inputs", "outputs", "histories"))
+    plan = _object(tree["plan"], "plan", ("format", "places", "segments", "pins", "handovers", "lower_bound", "reuse"))
     if plan["format"] != PLAN_FORMAT:
         raise Refusal(f"the plan has format {str(plan['format'])[:60]!r}; this verifier reads {PLAN_FORMAT!r}")
     report.program, report.placer = _text(program["name"], "program name"), _text(plan.get("placer"), "placer")
@@ -130,7 +132,7 @@ def _verify(tree: dict[str, Any], report: PlanReport) -> None:
     checker.run()
     report.peak, report.lower_bound = checker.segments.get("reusable", 0), _count(plan.get("lower_bound"), "lower_bound")
     report.checked = {
-        "buffers": len(checker.buffers), "steps": len(checker.steps), "hand-overs": len(_list(plan["handovers"], "handovers")),
+        "buffers": len(checker.buffers), "steps": len(checker.steps), "hand-overs": len(checker.given),
         "links": checker.links,
     }  # fmt: skip
 
@@ -149,8 +151,12 @@ class _Checker:
             raise Refusal("two steps have one name")
         self._references()
         self.clocks = self._tick()
-        self.places = {_text(p.get("buffer"), "place"): p for p in _list(plan["places"], "places")}
-        self.segments = {_text(s.get("kind"), "segment"): _count(s.get("nbytes"), "segment") for s in _list(plan["segments"], "segments")}
+        places = [_object(p, "place", ("buffer", "kind", "offset", "nbytes")) for p in _list(plan["places"], "places")]
+        self.places = {_text(p["buffer"], "place"): p for p in places}
+        segments = [_object(s, "segment", ("kind", "nbytes")) for s in _list(plan["segments"], "segments")]
+        self.segments = {_text(s["kind"], "segment"): _count(s["nbytes"], "segment") for s in segments}
+        self.pins = [_object(p, "pin", ("buffer", "offset", "base")) for p in _list(plan["pins"], "pins")]
+        self.given = [_object(h, "hand-over", ("early", "late", "start", "stop", "chains")) for h in _list(plan["handovers"], "handovers")]
 
     def run(self) -> None:
         self._statements()
@@ -175,7 +181,7 @@ class _Checker:
                     raise Refusal(f"step {step.name} waits for {name}, which does not come before it")
         for what in ("inputs", "outputs", "histories"):
             for name in _list(self.program.get(what), what):
-                if name not in self.buffers:
+                if _text(name, what) not in self.buffers:
                     raise Refusal(f"{what}: the program does not declare {name!r}")
 
     def _tick(self) -> list[dict[str, int]]:
@@ -208,12 +214,12 @@ class _Checker:
                 self.say(f"the plan was made for {what} {str(found)[:80]}; the program in the file has {str(right)[:80]}")
         if self.plan.get("reuse") not in ("on", "off"):
             self.say(f"reuse is {str(self.plan.get('reuse'))[:20]!r}; it is 'on' or 'off'")
-        for pin in _list(self.plan.get("pins"), "pins"):
-            wanted, base = _count(pin.get("offset"), "pin"), pin.get("base")
+        for pin in self.pins:
+            wanted, base, name = _count(pin["offset"], "pin"), _text(pin["base"], "pin"), _text(pin["buffer"], "pin")
             if base:
-                wanted += self.places.get(base, {}).get("offset", -1)
-            if self.places.get(pin.get("buffer"), {}).get("offset") != wanted:
-                self.say(f"{pin.get('buffer')} is pinned to {wanted:,} and does not lie there")
+                wanted += _count(self.places.get(base, {}).get("offset"), f"offset of {base}")
+            if self.places.get(name, {}).get("offset") != wanted:
+                self.say(f"{name} is pinned to {wanted:,} and does not lie there")
 
     def _ranges(self) -> bool:
         """Every buffer once, with its size and alignment, inside the segment of its kind. False stops: nothing else can be checked."""
@@ -293,10 +299,11 @@ class _Checker:
     def _handovers(self, lives: dict[str, tuple[Life, ...]]) -> None:
         """Whoever held a byte before is finished before the next holder's first write: by a certificate of the plan."""
         given: dict[tuple[str, str, int, int, str], list[list[str]]] = {}
-        for item in _list(self.plan["handovers"], "handovers"):
-            chains = [[_text(n, "chain") for n in _list(chain, "chain")] for chain in _list(item.get("chains"), "chains")]
+        for item in self.given:
+            chains = [[_text(n, "chain") for n in _list(chain, "chain")] for chain in _list(item["chains"], "chains")]
             born = chains[0][-1] if chains and chains[0] else ""
-            key = (item.get("early"), item.get("late"), item.get("start"), item.get("stop"), born)
+            names, span = [_text(item[k], "hand-over") for k in ("early", "late")], [_count(item[k], "hand-over") for k in ("start", "stop")]
+            key = (names[0], names[1], span[0], span[1], born)
             if key in given:
                 self.say(f"the hand-over from {key[0]} to {key[1]} at {born} is certified twice")
             given[key] = chains
@@ -317,7 +324,7 @@ class _Checker:
             held = [*kept, (start, stop, name, life)]
             for (holder, _), spans in under.items():
                 key = (holder, name, min(s[0] for s in spans), max(s[1] for s in spans), self._name(life.first))
-                chains = given.pop(key, None)  # type: ignore[arg-type]
+                chains = given.pop(key, None)
                 if chains is None:
                     self.say(f"{name} takes bytes [{key[2]:,}, {key[3]:,}) of {holder} at step {key[4]} without a certificate")
                 self._follow((holder, spans[0][2]), (name, life), chains or [])
@@ -369,7 +376,7 @@ class _Checker:
     def _bound(self) -> None:
         """The stated lower bound is the largest sum of bytes alive together in program order."""
         reusable = {name: b for name, b in self.buffers.items() if b.kind == "reusable"}
-        unit = _gcd([b.align for b in reusable.values()])
+        unit = gcd(*(b.align for b in reusable.values())) or 1
         size = {name: -(-b.nbytes // unit) * unit for name, b in reusable.items()}
         needed = {name for name in self.program["outputs"] if name in size}
         bound = total = sum(size[name] for name in needed)
@@ -441,14 +448,6 @@ def _size(buffer: dict[str, Any]) -> int:
             nbytes *= _count(extent, "extent")
         total += nbytes
     return total
-
-
-def _gcd(values: list[int]) -> int:
-    found = 0
-    for value in values:
-        while value:
-            found, value = value, found % value
-    return found or 1
 
 
 def _digest(tree: Any) -> str:

@@ -53,7 +53,9 @@ def _peak(found: Explanation) -> list[str]:
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
-        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=name != "why", overflow="fold")
+        table.add_column(
+            name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=name != "why", overflow="fold"
+        )
     return table
 
 
@@ -76,8 +78,8 @@ def _saved(found: Explanation, base: Explanation) -> list[str]:
         "",
         f"Reuse saves {found.saved:,} B ({format_bytes(found.saved)}): {format_bytes(found.slots)} of buffers lie on "
         f"{format_bytes(found.peak)}.",
-        f"Of it, sharing the histories saves {base.peak - found.peak:,} B ({format_bytes(base.peak - found.peak)}): with --reuse off the "
-        f"segment is {format_bytes(base.peak)}.",
+        f"Sharing the histories saves {base.peak - found.peak:,} B ({format_bytes(base.peak - found.peak)}): with --reuse off "
+        f"the segment is {format_bytes(base.peak)}.",
     ]
 
 

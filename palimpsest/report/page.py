@@ -7,7 +7,7 @@ CONFIG: dict[str, Any] = {
     "displaylogo": False,
     "responsive": True,
     "scrollZoom": True,
-    "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
+    "modeBarButtons": [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
     "toImageButtonOptions": {"format": "svg", "filename": "plan"},
 }
 
@@ -92,10 +92,11 @@ code {{ font-size: 12px; overflow-wrap: anywhere; }}
 </header>
 <div id="frame">{body}</div>
 <noscript><p>The drawing needs scripts; the table below says the same.</p></noscript>
-<p>A rectangle is a buffer: as wide as the steps it is alive, as high as its bytes. Where two lie on the same height, the later one reuses the
-bytes of the earlier one. Drag to zoom, double-click to go back, hover for shape, formula and live range.</p>
+<p>A rectangle is a buffer: as wide as the steps it is alive, as high as its bytes. Where two lie on the same height, the later
+one reuses the bytes of the earlier one. Drag to zoom, double-click to go back, hover for shape, formula and live range.</p>
 <details><summary>every buffer as a table</summary>
-<table><thead><tr><th>buffer</th><th>bytes</th><th>offset before</th><th>offset after</th><th>formula</th><th>alive</th></tr></thead>
+<table>
+<thead><tr><th>buffer</th><th>bytes</th><th>offset before</th><th>offset after</th><th>formula</th><th>alive</th></tr></thead>
 <tbody>
 {rows}
 </tbody></table></details>

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,11 @@ def _library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != name.split(".")[0]:
+        package = name.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise Unavailable(
-            f"pictures need {name.split('.')[0]}, which is not installed; pip install 'palimpsest[report]' (or leave out --html, "
+            f"pictures need {package}, which is not installed; pip install 'palimpsest[report]' (or leave out --html, "
             f"--svg and --png)"
         ) from None
 
@@ -134,7 +136,11 @@ def _figure(seen: Scene) -> dict[str, Any]:
     shapes.append(_line("x3", "y3", edge, seen.lower_bound / MIB, PEAK, "dot"))
     if seen.shared:
         shapes.append(_line("x2", "y2", edge, seen.shared / MIB, COLOURS["early history"][0], "dot"))
-    ticks = {"tickvals": [i for i, _ in seen.ticks], "ticktext": [html.escape(name) for _, name in seen.ticks], "range": [-0.5, edge]}
+    ticks = {
+        "tickvals": [i for i, _ in seen.ticks],
+        "ticktext": [html.escape(name) for _, name in seen.ticks],
+        "range": [-0.5, edge],
+    }
     layout = {
         "barmode": "overlay", "bargap": 0, "hovermode": "closest", "dragmode": "zoom", "shapes": shapes,
         "annotations": _notes(seen, top), "margin": {"l": 74, "r": 24, "t": 70, "b": 100}, "autosize": True,
@@ -165,8 +171,9 @@ def _bars(seen: Scene, panel: Panel, axis: str, *, top: float) -> list[dict[str,
             "xaxis": f"x{axis}", "yaxis": f"y{axis}",
             "x": [(r.left + r.right) / 2 for r in rects], "width": [r.right - r.left + 1 for r in rects],
             "base": [r.offset / MIB for r in rects], "y": [r.nbytes / MIB for r in rects],
-            "text": [_label(r, top) if r.wide(columns) else "" for r in rects], "textposition": "inside", "insidetextanchor": "middle",
-            "textangle": 0, "textfont": {"color": ink, "size": 12}, "constraintext": "none", "cliponaxis": True,
+            "text": [_label(r, top) if r.wide(columns) else "" for r in rects], "textposition": "inside",
+            "insidetextanchor": "middle", "textangle": 0, "textfont": {"color": ink, "size": 12},
+            "constraintext": "none", "cliponaxis": True,
             "marker": {"color": fill, "line": {"color": EDGES["light"], "width": [int(r.wide(columns)) for r in rects]}},
             "customdata": [f"<b>{html.escape(r.buffer)}</b><br>{'<br>'.join(_folded(line) for line in r.about)}" for r in rects],
             "hovertemplate": "%{customdata}<extra></extra>",
@@ -181,8 +188,7 @@ def _label(r: Rect, top: float) -> str:
 
 def _folded(line: str, width: int = 88) -> str:
     """An escaped line, broken where it is too wide for a hover box."""
-    parts = [line[i : i + width] for i in range(0, min(len(line), 4 * width), width)]
-    return "<br>&nbsp;&nbsp;".join(map(html.escape, parts))
+    return "<br>&nbsp;&nbsp;".join(map(html.escape, textwrap.wrap(line, width, max_lines=6, placeholder=" ...")))
 
 
 def _live(seen: Scene) -> dict[str, Any]:
@@ -204,8 +210,8 @@ def _band(i: int, first: int, last: int) -> dict[str, Any]:
 
 
 def _line(x: str, y: str, edge: float, at: float, colour: str, dash: str) -> dict[str, Any]:
-    return {"type": "line", "xref": x.replace("x1", "x"), "yref": y.replace("y1", "y"), "x0": -0.5, "x1": edge, "y0": at, "y1": at,
-            "line": {"color": colour, "width": 1.5, "dash": dash}}  # fmt: skip
+    return {"type": "line", "xref": x.replace("x1", "x"), "yref": y.replace("y1", "y"), "x0": -0.5, "x1": edge,
+            "y0": at, "y1": at, "line": {"color": colour, "width": 1.5, "dash": dash}}  # fmt: skip
 
 
 def _notes(seen: Scene, top: float) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def draw(seen: Scene, kind: str, colours: dict[str, tuple[str, str]]) -> bytes:
         _live(axes[2], seen)
         _columns(axes, seen)
         used = [t for t in TONES if any(r.tone == t for r in seen.panels[0].rects)]
-        figure.legend(handles=[Patch(facecolor=colours[t][0], edgecolor="black", linewidth=0.5, label=seen.legend[t]) for t in used],
+        figure.legend(handles=[Patch(facecolor=colours[t][0], edgecolor="black", lw=0.5, label=seen.legend[t]) for t in used],
                       loc="upper right", ncols=len(used), fontsize=8, frameon=False, bbox_to_anchor=(0.995, 0.995))  # fmt: skip
         figure.suptitle(_clipped(seen.title, 70), x=0.01, y=0.99, ha="left", fontsize=13, parse_math=False)
         figure.text(0.01, 0.935, _clipped(seen.subtitle, 150), fontsize=9, color="#444a52", parse_math=False)
@@ -79,7 +79,14 @@ def _live(axis: Axes, seen: Scene) -> None:
 
 def _columns(axes: "list[Axes]", seen: Scene) -> None:
     axes[2].set_xlim(-0.5, len(seen.steps) - 0.5)
-    axes[2].set_xticks([i for i, _ in seen.ticks], [_clipped(name, 28) for _, name in seen.ticks], rotation=32, ha="right", fontsize=7, parse_math=False)
+    axes[2].set_xticks(
+        [i for i, _ in seen.ticks],
+        [_clipped(name, 28) for _, name in seen.ticks],
+        rotation=32,
+        ha="right",
+        fontsize=7,
+        parse_math=False,
+    )
     for k, (phase, first, last) in enumerate(seen.phases):
         if k % 2 == 0:
             for axis in axes:

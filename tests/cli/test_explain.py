@@ -32,7 +32,7 @@ def test_text_says_why(capsys):
     assert "latent_history         603,979,776" in out
     assert "132 MiB  latent_history on index_history, bytes [0, 138,412,032)" in out
     assert "index_select -> selection_barrier -> gather_latent" in out
-    assert "sharing the histories saves 138,412,032 B" in out
+    assert "Sharing the histories saves 138,412,032 B" in out
 
 
 def test_json_is_canonical_and_adds_up(capsys):

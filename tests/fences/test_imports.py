@@ -16,7 +16,8 @@ SOURCE = ROOT / "palimpsest"
 CONTRACTS = ("palimpsest.core", "palimpsest.kernels.sizes")
 RUNTIME = ("core", "plan", "kernels", "ranks", "checkpoint", "recipes")
 ALLOWED = {
-    "palimpsest": (),
+    "palimpsest": ("palimpsest.api",),
+    "palimpsest.api": ("palimpsest.core", "palimpsest.plan", "palimpsest.recipes", "palimpsest.report"),
     "palimpsest.core": ("palimpsest.core",),
     "palimpsest.plan": ("palimpsest.core", "palimpsest.plan"),
     "palimpsest.checkpoint": ("palimpsest.core", "palimpsest.checkpoint"),
@@ -48,7 +49,7 @@ BANNED = {
     ("palimpsest.prove.verify", "palimpsest.prove.qualify"),
 }
 NO_TORCH = ("palimpsest.core", "palimpsest.plan", "palimpsest.recipes", "palimpsest.ranks.layout", "palimpsest.checkpoint.header",
-            "palimpsest.prove.verify")  # fmt: skip
+            "palimpsest.prove.verify", "palimpsest.api")  # fmt: skip
 
 
 def modules() -> dict[str, Path]:

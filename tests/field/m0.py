@@ -7,6 +7,7 @@ these unless they say otherwise.
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -98,15 +99,39 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.shape == right.shape and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
 
 
-def prefill(session: Session, chunks: Sequence[int], rows: torch.Tensor | None = None, *, start: int = 0, before=None, **more) -> Outcome:
-    """``chunks`` rows one after the other from token ``start`` on; ``before(session, history, count)`` runs ahead of each."""
-    rows = hidden() if rows is None else rows
+class Kept:
+    """Hooks around other hooks: copies ids and counts while they live, right before attention reads them."""
+
+    def __init__(self, inner=None):
+        self.inner, self.ids, self.counts = inner, torch.empty(0), torch.empty(0)
+
+    def before(self, step, call, chunk) -> None:
+        if self.inner:
+            self.inner.before(step, call, chunk)
+        if step.name == "sparse_attend":
+            self.ids, self.counts = (call.view(name)[: chunk.rows].clone() for name in ("ids", "counts"))
+
+    def after(self, step, call, chunk) -> None:
+        if self.inner:
+            self.inner.after(step, call, chunk)
+
+    def tap(self, step, event, **data) -> None:
+        if self.inner:
+            self.inner.tap(step, event, **data)
+
+
+def prefill(session: Session, chunks: Sequence[int], rows: torch.Tensor | None = None, *, start: int = 0, before=None, hooks=None, **more) -> Outcome:
+    """``chunks`` rows one after the other from token ``start`` on; ``before(session, history, count)`` runs ahead of each.
+
+    Ids are dead once attention has read them and their bytes may be reused, so they are copied in time.
+    """
+    rows, kept = hidden() if rows is None else rows, Kept(hooks)
     at, parts = start, []
     for count in chunks:
         if before:
             before(session, at, count)
-        output = session.prefill(rows[at : at + count], at, copy=True, **more)
-        parts.append((output, session.arena.view("ids")[:count].clone(), session.arena.view("counts")[:count].clone()))
+        output = session.prefill(rows[at : at + count], at, copy=True, hooks=kept, **more)
+        parts.append((output, kept.ids, kept.counts))
         at += count
     return Outcome(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
@@ -115,11 +140,37 @@ def whole(session: Session, chunks: Sequence[int] = (16, 16, 16, 16), rows: torc
     return prefill(session, chunks, rows, **more)
 
 
-def outcome(chunks: Sequence[int] = (16, 16, 16, 16), rows: torch.Tensor | None = None, **setup) -> Outcome:
-    """The prefill of ``chunks`` on fresh ranks, which must all end with the same bytes."""
-    first, *others = run(lambda session: whole(session, chunks, rows), **setup)
+def outcome(chunks: Sequence[int] = (16, 16, 16, 16), data: torch.Tensor | None = None, **setup) -> Outcome:
+    """The prefill of ``chunks`` on fresh ranks, which must all end with the same bytes; of the standard rows, made once.
+
+    Keywords are ``run``'s: ``rows`` is the prepared rows of a chunk, ``data`` the hidden rows.
+    """
+    if data is None:
+        return _standard(tuple(chunks), **setup)
+    return agreed(run(lambda session: whole(session, chunks, data), **setup))
+
+
+@cache
+def _standard(chunks: tuple[int, ...], **setup) -> Outcome:
+    return agreed(run(lambda session: whole(session, chunks), **setup))
+
+
+def agreed(found: Sequence[Outcome]) -> Outcome:
+    """What all ranks found, which must be the same bytes."""
+    first, *others = found
     assert all(first.same(other) for other in others), "ranks disagree"
     return first
+
+
+def each(chunkings: Sequence[Sequence[int]], **setup) -> list[Outcome]:
+    """One outcome per chunking, all on the same sealed ranks."""
+    found = run(lambda session: [whole(session, chunks) for chunks in chunkings], **setup)
+    return [agreed(column) for column in zip(*found, strict=True)]
+
+
+def plain(tokens: int) -> tuple[int, ...]:
+    """``tokens`` in chunks of 16 and a rest."""
+    return (16,) * (tokens // 16) + ((tokens % 16,) if tokens % 16 else ())
 
 
 class Watch:

@@ -67,8 +67,8 @@ def test_4_01_nothing_is_dropped_beyond_a_key_tile(m0) -> None:
         pages = cache.view(tokens // 64, 64 * 12)
         pages[:, : 64 * 8].view(torch.float8_e4m3fn).fill_(1.0)
         pages[:, 64 * 8 :].view(torch.float32).copy_((1.0 + torch.arange(tokens) * 2.0**-20).view(-1, 64))
-        session.prefill(m0.hidden(16), tokens - 16, hooks=m0.Watch(before={"index_select": ones}))
-        return session.arena.view("ids").clone()
+        rows = torch.zeros(tokens, 32)
+        return m0.prefill(session, (16,), rows, start=tokens - 16, hooks=m0.Watch(before={"index_select": ones})).ids
 
     (ids,) = m0.run(main, tokens=tokens, page=64)
     for row in range(16):
@@ -126,8 +126,7 @@ def test_4_05_lengths_are_never_negative(m0) -> None:
                 session.prefill(m0.hidden(16), history, rows=rows)
         session.prefill(m0.hidden(1), 0)
         assert session.prefill(m0.hidden(0), 0).shape == (0, 32)
-        session.prefill(m0.hidden(6), 1)
-        return session.arena.view("counts")[:6].tolist()
+        return m0.prefill(session, (6,), start=1).counts.tolist()
 
     assert m0.run(main) == [[2, 3, 4, 5, 6, 7]]
 
@@ -266,16 +265,23 @@ def test_4_16_ids_are_tokens_of_the_request_whatever_the_chunk(m0, start: int) -
         assert ids == rule(scores.rows[row], 8)
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_4_17_structural_ties_go_to_the_lowest_ids(m0, context: int) -> None:
+def test_4_17_structural_ties_go_to_the_lowest_ids(m0) -> None:
     """Two index heads leave exact zeros by themselves: rows whose cutoff lies in that plateau select by the rule, on all ranks."""
-    chunks = (16,) * (context // 16) + ((context % 16,) if context % 16 else ())
-    found, scores = observed(m0, chunks)
-    for row, ids in enumerate(found.sets()):
-        assert ids == rule(scores.rows[row], 8), row
-    for ranks in (2, 4):
-        for seed in range(2):
-            assert m0.outcome(chunks, ranks=ranks, seed=seed).same(found)
+    chunkings = [m0.plain(context) for context in CONTEXTS]
+    found = {}
+
+    def main(session):
+        for chunks in chunkings:
+            scores = m0.Scores()
+            found[chunks] = m0.whole(session, chunks, before=scores.begin, hooks=scores.hooks), scores
+
+    m0.run(main)
+    for outcome, scores in found.values():
+        for row, ids in enumerate(outcome.sets()):
+            assert ids == rule(scores.rows[row], 8), row
+    for ranks, seed in ((2, 0), (4, 1)):
+        for chunks, outcome in zip(chunkings, m0.each(chunkings, ranks=ranks, seed=seed), strict=True):
+            assert outcome.same(found[chunks][0])
 
 
 def tied_rows(scores, topk: int = 8) -> int:
@@ -303,9 +309,12 @@ def test_4_17_every_kind_of_tie_row(m0) -> None:
 
 def test_4_17_natural_ties_are_there(m0) -> None:
     """Rows that see 9 to 12 tokens of natural data: some cutoffs are exact ties at zero, so the rule is really used."""
-    ties = total = 0
-    for seed in range(12):
-        _, scores = observed(m0, (12,), m0.hidden(12, seed=seed))
-        ties += tied_rows(scores)
-        total += 4
-    assert 0 < ties < total
+    found = []
+
+    def main(session):
+        for seed in range(12):
+            found.append(m0.Scores())
+            m0.whole(session, (12,), m0.hidden(12, seed=seed), before=found[-1].begin, hooks=found[-1].hooks)
+
+    m0.run(main)
+    assert 0 < sum(map(tied_rows, found)) < 12 * 4

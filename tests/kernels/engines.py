@@ -1,4 +1,5 @@
-"""Data and calls for the compiled engines' tests: engines of this machine, seeded index and attention calls of realistic shape."""
+"""Data and calls for the compiled engines' tests: engines of this machine, seeded index and attention calls of realistic
+shape."""
 
 from dataclasses import dataclass, field
 
@@ -41,7 +42,8 @@ class Index:
         self.scales = torch.rand(self.tokens, generator=g) + 0.5
 
     def select(self, engine, history, *, rows=None, threads=1, tap=no_tap, rank=0, ranks=1, fill=0x7F):
-        """ids [n, topk], counts [n], nans [n] of chunk rows ``rows`` (all of them by default), row r seeing history + r + 1 tokens."""
+        """ids [n, topk], counts [n], nans [n] of chunk rows ``rows`` (all of them by default), row r seeing history + r + 1
+        tokens."""
         first, end = (0, self.rows) if rows is None else rows
         count = end - first
         size = -(-count // ranks)
@@ -55,7 +57,15 @@ class Index:
             "local_ids": {"local_ids": torch.full((size, self.topk), -7, dtype=torch.int32)},
             "local_counts": {n: torch.full((size,), -7, dtype=torch.int32) for n in ("counts", "nans")},
         }
-        params = {"topk": self.topk, "heads": self.heads, "dim": self.dim, "format": "fp8", "ranks": ranks, "engine": engine, "threads": threads}
+        params = {
+            "topk": self.topk,
+            "heads": self.heads,
+            "dim": self.dim,
+            "format": "fp8",
+            "ranks": ranks,
+            "engine": engine,
+            "threads": threads,
+        }
         call = make_call("index_select", params, planes, One(rank, ranks), tap=tap, scratch_fill=fill)
         implementation("index_select", engine)(call, Chunk(history + first, count))
         n = mine.stop - mine.start
@@ -118,7 +128,8 @@ class Attention:
         }
         params = {
             "topk": self.topk, "heads": query.shape[1], "kv_lora": self.kv_lora, "rope_dims": self.rope, "format": self.fmt,
-            "latent_scale": self.latent_scale, "softmax_scale": self.scale, "activation": "bf16", "engine": engine, "threads": threads,
+            "latent_scale": self.latent_scale, "softmax_scale": self.scale, "activation": "bf16", "engine": engine, "threads":
+            threads,
         }  # fmt: skip
         call = make_call("sparse_attend", params, planes, One(), scratch_fill=fill)
         implementation("sparse_attend", engine)(call, Chunk(start, len(query)))

@@ -1,4 +1,7 @@
-"""sparse_attend of the amx engines: within the derived bound of fp64, bits that depend on a row and head alone, no read past the end."""
+"""sparse_attend of the amx engines: within the derived bound of fp64, bits that depend on a row and head alone, no read past
+the end."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -76,7 +79,7 @@ def test_bits_depend_on_the_row_and_head_alone(engine, fmt):
     for threads in (2, 5):
         assert same_bits(base, problem.attend(engine, threads=threads)), f"{threads} threads"
     for cuts in ((0, 1, 16, 37), (0, 17, 37)):
-        parts = [problem.attend(engine, rows=slice(a, b), start=a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        parts = [problem.attend(engine, rows=slice(a, b), start=a) for a, b in pairwise(cuts)]
         assert same_bits(base, torch.cat(parts)), f"cuts {cuts}"
     for heads in (20, 10, 5, 1):
         parts = [problem.attend(engine, heads=slice(h, h + heads)) for h in range(0, 40, heads)]
@@ -136,7 +139,10 @@ def test_selection_reads_nothing_past_the_history(engine, tokens, dim):
 
     problem = Index(1, tokens, heads=3, dim=dim, topk=16)
     plain = problem.select(engine, tokens - 1)
-    problem.keys, problem.scales = at_the_edge(problem.keys.view(torch.uint8)).view(torch.float8_e4m3fn), at_the_edge(problem.scales)
+    problem.keys, problem.scales = (
+        at_the_edge(problem.keys.view(torch.uint8)).view(torch.float8_e4m3fn),
+        at_the_edge(problem.scales),
+    )
     problem.queries = at_the_edge(problem.queries.view(torch.uint8)).view(torch.float8_e4m3fn)
     assert all(same_bits(a, b) for a, b in zip(plain, problem.select(engine, tokens - 1), strict=True))
 

@@ -1,4 +1,7 @@
-"""index_select of the compiled engines: scores equal their emulation bit for bit, selection is exact, and no split changes a byte."""
+"""index_select of the compiled engines: scores equal their emulation bit for bit, selection is exact, and no split changes a
+byte."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -45,7 +48,9 @@ def oracle(scores, topk):
     return np.sort(order[:topk])
 
 
-@pytest.mark.parametrize(("heads", "dim", "rows", "end"), [(64, 128, 3, 1100), (32, 128, 2, 97), (20, 64, 2, 130), (3, 24, 4, 67)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "rows", "end"), [(64, 128, 3, 1100), (32, 128, 2, 97), (20, 64, 2, 130), (3, 24, 4, 67)]
+)
 def test_scores_equal_the_emulation_bit_for_bit(engine, heads, dim, rows, end):
     problem, watch = Index(rows, end, heads, dim, topk=16, seed=heads), Watch()
     problem.select(engine, end - rows, tap=watch)
@@ -107,9 +112,11 @@ def test_no_split_changes_a_byte(engine):
     problem = Index(70, 3100, heads=8, dim=64, topk=256)
     base = problem.select(engine, 3030)
     for threads in (2, 3, 8):
-        assert all(same_bits(a, b) for a, b in zip(base, problem.select(engine, 3030, threads=threads), strict=True)), f"{threads} threads"
+        assert all(same_bits(a, b) for a, b in zip(base, problem.select(engine, 3030, threads=threads), strict=True)), (
+            f"{threads} threads"
+        )
     for cuts in ((0, 1, 64, 65, 70), (0, 33, 70), tuple(range(71))):
-        parts = [problem.select(engine, 3030, rows=pair) for pair in zip(cuts, cuts[1:], strict=False)]
+        parts = [problem.select(engine, 3030, rows=pair) for pair in pairwise(cuts)]
         assert all(same_bits(a, torch.cat(b)) for a, b in zip(base, zip(*parts, strict=True), strict=True)), f"cuts {cuts[:5]}"
     for ranks in (2, 16):
         parts = [problem.select(engine, 3030, rank=rank, ranks=ranks) for rank in range(-(-70 // -(-70 // ranks)))]
@@ -119,20 +126,30 @@ def test_no_split_changes_a_byte(engine):
 @pytest.mark.parametrize("fill", [0x00, 0x7F, 0x80, 0xFF])
 def test_stale_scratch_never_shows(engine, fill):
     problem = Index(5, 1500, heads=20, topk=64)
-    assert all(same_bits(a, b) for a, b in zip(problem.select(engine, 1495), problem.select(engine, 1495, fill=fill), strict=True))
+    assert all(
+        same_bits(a, b) for a, b in zip(problem.select(engine, 1495), problem.select(engine, 1495, fill=fill), strict=True)
+    )
 
 
 def test_sets_differ_from_the_exact_ones_only_inside_the_error(engine):
-    """Every id on one side only has a true score within the derived error of the true cutoff, and every score is within its own."""
+    """Every id on one side only has a true score within the derived error of the true cutoff, and every score is within its
+    own."""
     problem, watch = Index(4, 6000, seed=11, topk=512), Watch()
     ids, _, _ = problem.select(engine, 5996, tap=watch)
     for row in range(4):
         visible = 5997 + row
         codes = problem.queries[row].view(torch.uint8).numpy()
         keys = problem.keys.float().numpy().astype(np.float64)[:visible]
-        exact = filtered_scores(IndexRow.from_bytes(codes, problem.weights[row].numpy(), "fp8"), keys, problem.scales.numpy()[:visible])
-        spread = (np.abs(problem.weights[row].double().numpy()) @ (np.abs(problem.queries[row].double().numpy()) @ np.abs(keys).T)) * problem.scales.double().numpy()[:visible]
-        allowed = bounds.score_error(ARITHMETIC[engine], value=exact.value, mass=exact.mass, spread=spread, heads=64, dim=128) + exact.error
+        exact = filtered_scores(
+            IndexRow.from_bytes(codes, problem.weights[row].numpy(), "fp8"), keys, problem.scales.numpy()[:visible]
+        )
+        spread = (
+            np.abs(problem.weights[row].double().numpy()) @ (np.abs(problem.queries[row].double().numpy()) @ np.abs(keys).T)
+        ) * problem.scales.double().numpy()[:visible]
+        allowed = (
+            bounds.score_error(ARITHMETIC[engine], value=exact.value, mass=exact.mass, spread=spread, heads=64, dim=128)
+            + exact.error
+        )
         assert (np.abs(watch.row(row) - exact.value) <= allowed).all()
         wanted, found = set(oracle(exact.value, 512).tolist()), set(ids[row].tolist())
         cutoff = np.partition(exact.value, visible - 512)[visible - 512]

@@ -1,4 +1,5 @@
-"""The engines as a whole: detection before any compilation, refusals that name what there is, projections, and layers that keep their bits."""
+"""The engines as a whole: detection before any compilation, refusals that name what there is, projections, and layers that keep
+their bits."""
 
 import os
 import subprocess
@@ -103,7 +104,8 @@ def test_an_install_that_cannot_be_written_compiles_without_a_cache(monkeypatch)
 
 def geometry(rope: str = "interleaved") -> Geometry:
     dims = 32
-    indexer = Indexer(heads=4, dim=32, topk=24, rope_layout="half" if rope != "none" else "none", rope_dims=16 if rope != "none" else 0,
+    rotated = rope != "none"
+    indexer = Indexer(heads=4, dim=32, topk=24, rope_layout="half" if rotated else "none", rope_dims=16 if rotated else 0,
                       norm_eps=1e-6, hadamard=True)  # fmt: skip
     return Geometry(
         family="test", name="m1", hidden=64, layers=1, heads=8, q_lora=32, kv_lora=128, nope=32, rope=Rope(rope, dims), v_dim=32,
@@ -163,9 +165,16 @@ def test_a_layer_keeps_its_bits_over_chunks_threads_and_ranks(engine, latent):
     formats = Formats(latent=latent)
     base = prefill(engine, formats, 1, (64, 64, 33))
     assert base[0].isfinite().all()
-    for ranks, chunks, threads in ((1, (1, 63, 64, 33), 2), (2, (64, 64, 33), 1), (4, (17, 0, 40, 64, 40), 3), (8, (64, 64, 33), 1)):
+    for ranks, chunks, threads in (
+        (1, (1, 63, 64, 33), 2),
+        (2, (64, 64, 33), 1),
+        (4, (17, 0, 40, 64, 40), 3),
+        (8, (64, 64, 33), 1),
+    ):
         found = prefill(engine, formats, ranks, chunks, threads=threads)
-        assert all(same_bits(a, b) for a, b in zip(base, found, strict=True)), f"{ranks} ranks, chunks {chunks}, {threads} threads"
+        assert all(same_bits(a, b) for a, b in zip(base, found, strict=True)), (
+            f"{ranks} ranks, chunks {chunks}, {threads} threads"
+        )
 
 
 @pytest.mark.parametrize("engine", COMPILED)
@@ -208,7 +217,8 @@ def test_projections_are_close_and_rows_keep_their_bits(engine, dtype, depth, co
     out = torch.full((32, columns), torch.nan)
     projection.project(rows, weight, out)
     exact, mass = rows.double() @ weight.double().t(), rows.double().abs() @ weight.double().abs().t()
-    # a term meets at most the additions of its chain (16), the pair and the total, twice those when the input is split; 2^-16 is the split
+    # a term meets at most the additions of its chain (16), the pair and the total, twice those when the input is split; 2^-16
+    # is the split
     relative = (1 + 2.0**-24) ** (2 * (depth // 32) + 18) - 1 + (2.0**-16 if dtype == torch.float32 else 0.0)
     assert ((out.double() - exact).abs() <= relative * mass + 2.0**-126).all()
     for first, end in ((0, 1), (3, 20), (31, 32)):

@@ -138,9 +138,5 @@ def test_sizes_that_shrink_are_said():
         padded = align_up(limits.rows, 16) * (2 if limits.rows < 64 else 1)
         return program([buffer("tiles", 64 * padded)], [step("s0", writes="tiles")], limits=limits)
 
-    found = largest_rows(build, Budget(64 * 100, 0, 1), tokens=4096, ranks=1)
-    assert found.fits
-    found = largest_rows(build, Budget(64 * 60, 0, 1), tokens=4096, ranks=1)
-    assert found.fits
-    shown = [note for rows in range(17, 120) for note in largest_rows(build, Budget(64 * rows, 0, 1), tokens=4096, ranks=1).notes if found.fits]
-    assert any("sizes are not monotone" in note and "tiles shrinks from" in note for note in shown)
+    notes = [note for rows in range(17, 120) for note in largest_rows(build, Budget(64 * rows, 0, 1), tokens=4096, ranks=1).notes]
+    assert any("sizes are not monotone" in note and "tiles shrinks from" in note for note in notes)

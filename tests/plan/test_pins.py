@@ -1,5 +1,6 @@
 """Pins are kept or refused, identical layers get one address per role, and the optional placer changes nothing it may not."""
 
+import dataclasses
 import importlib.util
 import json
 
@@ -29,15 +30,17 @@ def layers(count, tokens=8192):
     layer = k31_program(tokens, 256, 4)
     parts = tuple(renamed(layer, f"layer{i:03d}.", kept=()) for i in range(count))
     made = joined("layers", layer.limits, parts, tuple(s for p in parts for s in p.steps))
-    return type(made)(**{**made.__dict__, "outputs": made.outputs[-1:]})
+    return dataclasses.replace(made, outputs=made.outputs[-1:])
 
 
 def test_absolute_and_relative_pins_are_kept_and_recorded():
-    plan = place(LINE, pins=(Pin("c", 256), Pin("b", 32, "a")))
+    plan = place(LINE, pins=(Pin("c", 256), Pin("b", 96, "a")))
     check(LINE, plan)
     at = {p.buffer: p.offset for p in plan.places}
     assert at["c"] == 256
-    assert at["b"] == at["a"] + 32 or pytest.fail("unreachable")
+    assert at["b"] == at["a"] + 96
+    with pytest.raises(PlanRefused, match="step s1 uses b and step s1 uses a, and one step needs both"):
+        place(LINE, pins=(Pin("b", 32, "a"),))
 
 
 def test_a_pin_on_bytes_in_use_is_refused_naming_both_steps():

@@ -1,4 +1,5 @@
-"""index_select, ``amx`` engine: groups of rows on threads, each group streaming the keys once through AMX tiles and an exact top-k.
+"""index_select, ``amx`` engine: groups of rows on threads, each group streaming the keys once through AMX tiles and an exact
+top-k.
 
 fp8 records of at most 128 dims; other records are selected by the portable engine's file, in its arithmetic.
 """

@@ -1,7 +1,10 @@
-"""index_select on AMX: decode, pack, score and select of one group of rows over a range of key tiles, without a lock or an allocation.
+"""index_select on AMX: decode, pack, score and select of one group of rows over a range of key tiles, without a lock or an
+allocation.
 
-``amx-1`` scores: a dot adds 32 elements at a time, as one fp32 FMA chain over the even and one over the odd ones, their sum added to the total
-(TDPBF16PS, subnormals flushed); heads add in ascending order, ``total = fma(w, max(dot, 0), total)`` from +0; then times the key's scale.
+``amx-1`` scores: a dot adds 32 elements at a time, as one fp32 FMA chain over the even and one over the odd ones, their sum
+added to the total
+(TDPBF16PS, subnormals flushed); heads add in ascending order, ``total = fma(w, max(dot, 0), total)`` from +0; then times
+the key's scale.
 ``kernels/emulate.py`` does the same in numpy, bit for bit.
 """
 
@@ -10,21 +13,37 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
 from palimpsest.kernels.amx_decode import decode_codes, pack_codes
 from palimpsest.kernels.amx_ir import (
-    ADDRESS, F32, F32X16, const, fma, load, offset, splat, store, tile_begin, tile_dot, tile_end, tile_load, tile_store, tile_zero, void,
+    ADDRESS,
+    F32,
+    F32X16,
+    const,
+    fma,
+    load,
+    offset,
+    splat,
+    store,
+    tile_begin,
+    tile_dot,
+    tile_end,
+    tile_load,
+    tile_store,
+    tile_zero,
+    void,
 )  # fmt: skip
 from palimpsest.kernels.amx_topk import LOWEST, compact, push_scores
-from palimpsest.kernels.jit import Array, kernel, piece
+from palimpsest.kernels.jit import Array, intrinsic, kernel, piece
 
 
 class Group(NamedTuple):
     """Scratch of one thread: a group of m rows against one key tile.
 
-    wide [m, heads, dim] bf16 queries, heads in whole pairs of tiles; weights [m, heads]; packed: the tile's keys as right tiles; tail: rows
-    padded with zeros; scales [tile]; scores [1 or more, tile]; sums [32]; dots: two sets of four tiles; candidates (keys) and ids [m, capacity];
+    wide [m, heads, dim] bf16 queries, heads in whole pairs of tiles; weights [m, heads]; packed: the tile's keys as right
+    tiles; tail: rows
+    padded with zeros; scales [tile]; scores [1 or more, tile]; sums [32]; dots: two sets of four tiles; candidates (keys) and
+    ids [m, capacity];
     held, least, seen [m]: candidates held, the key a new one must exceed, visible tokens; work, sample: of the top-k
     """
 
@@ -120,7 +139,8 @@ def _block(query, keys, weights, sums, dots, pairs, steps):
 
 @piece
 def _pack_keys(keys, first, count, tail, packed):
-    """Keys [first, first + count) as right tiles [keys/16][steps][16 pairs, 16 keys, 2] bf16, zeros up to a multiple of 32 keys."""
+    """Keys [first, first + count) as right tiles [keys/16][steps][16 pairs, 16 keys, 2] bf16, zeros up to a multiple of 32
+    keys."""
     dim, width = keys.shape[1], tail.shape[1]
     source, to, short = keys.ctypes.data, packed.ctypes.data, tail.ctypes.data
     for block in range(0, (count + 31) // 32 * 32, 16):
@@ -137,7 +157,8 @@ def _pack_keys(keys, first, count, tail, packed):
 
 @kernel(Group, "u1[:,:,::1]", "f4[:,::1]")
 def begin(group, queries, weights):
-    """Decode a group's queries [m, heads, dim] e4m3 to bf16 and copy its weights, zeros up to the padded sizes; forget all candidates."""
+    """Decode a group's queries [m, heads, dim] e4m3 to bf16 and copy its weights, zeros up to the padded sizes; forget all
+    candidates."""
     rows, heads, dim = queries.shape
     wide, tail = group.wide, group.tail
     width, short = wide.shape[2], tail.ctypes.data
@@ -160,7 +181,12 @@ def begin(group, queries, weights):
 def _score_row(group, row, visible, line):
     """line[:visible] = scores of ``row`` against the packed tile, computed in whole blocks of 32."""
     pairs, steps = group.wide.shape[1] // 32, group.wide.shape[2] // 32
-    query, weights, total, parts = group.wide[row].ctypes.data, group.weights[row].ctypes.data, group.sums.ctypes.data, group.dots.ctypes.data
+    query, weights, total, parts = (
+        group.wide[row].ctypes.data,
+        group.weights[row].ctypes.data,
+        group.sums.ctypes.data,
+        group.dots.ctypes.data,
+    )
     block, scale, score = group.packed.ctypes.data, group.scales.ctypes.data, line.ctypes.data
     for _ in range(0, visible, 32):
         _block(query, block, weights, total, parts, pairs, steps)

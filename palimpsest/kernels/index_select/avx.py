@@ -1,4 +1,5 @@
-"""index_select, ``avx`` engine: groups of rows on threads, each group streaming the keys once through vectorised loops and an exact top-k.
+"""index_select, ``avx`` engine: groups of rows on threads, each group streaming the keys once through vectorised loops and an
+exact top-k.
 
 fp8 records; fp32 records are selected by the portable engine's file, in its arithmetic.
 """

@@ -1,7 +1,10 @@
-"""index_select in plain loops that LLVM vectorises for whatever it finds (AVX512, AVX2, or neither): no intrinsic, so nothing can abort.
+"""index_select in plain loops that LLVM vectorises for whatever it finds (AVX512, AVX2, or neither): no intrinsic, so nothing
+can abort.
 
-``avx-1`` scores: a dot adds its products in ascending order of the dim, in fp32 from +0 (products of e4m3 values are exact, so it does not matter
-whether a machine fuses them); heads add in ascending order, one fp32 multiplication and one addition each, from +0; then times the key's scale.
+``avx-1`` scores: a dot adds its products in ascending order of the dim, in fp32 from +0 (products of e4m3 values are exact, so
+it does not matter
+whether a machine fuses them); heads add in ascending order, one fp32 multiplication and one addition each, from +0; then times
+the key's scale.
 ``kernels/emulate.py`` does the same in numpy, bit for bit.
 """
 
@@ -19,7 +22,8 @@ RUN = 512
 class Group(NamedTuple):
     """Scratch of one thread: a group of m rows against one key tile.
 
-    table [256]: values of the codes; wide [m, heads, dim], weights [m, heads]: heads and dims in whole fours; columns [tile/RUN, dim, RUN]: the
+    table [256]: values of the codes; wide [m, heads, dim], weights [m, heads]: heads and dims in whole fours; columns
+    [tile/RUN, dim, RUN]: the
     decoded keys; scores [1 or more, tile]; sums [4, RUN]; line [tile]: the scores' keys; the rest as in ``amx_kernel.Group``
     """
 

@@ -1,6 +1,8 @@
-"""index_select of the compiled engines: groups of rows on threads, each group streaming the keys once; what differs is the scratch and the kernels."""
+"""index_select of the compiled engines: groups of rows on threads, each group streaming the keys once; what differs is the
+scratch and the kernels."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +17,8 @@ from palimpsest.ranks.layout import row_slice
 class Kernels(NamedTuple):
     """What an engine brings.
 
-    make(call):                      scratch of one thread, a NamedTuple with ``held`` [rows of a group], ``seen`` and ``scores`` [lines, tile]
+    make(call):                      scratch of one thread, a NamedTuple with ``held`` [rows of a group], ``seen`` and
+    ``scores`` [lines, tile]
     begin(group, queries, weights):  load queries [m, heads, dim] e4m3 codes and head weights [m, heads]; forget all candidates
     score(group, keys, scales, seen, start, stop, shared, nans): score tokens, keep candidates
     emit(group, ids, counts):        write ids [m, topk] and counts [m]
@@ -28,7 +31,8 @@ class Kernels(NamedTuple):
 
 
 def select(call: Call, chunk: Chunk, kernels: Kernels) -> None:
-    """See the contract and ``cpu.run``, whose taps this has too: a watched call goes tile by tile in groups of SELECT_ROWS, same bits."""
+    """See the contract and ``cpu.run``, whose taps this has too: a watched call goes tile by tile in groups of SELECT_ROWS,
+    same bits."""
     ranks, slots = call.params["ranks"], call.view("local_ids").shape[0]
     start, stop = row_slice(call.comm.rank, ranks, slots * ranks, chunk.rows)
     if start == stop:
@@ -41,7 +45,7 @@ def select(call: Call, chunk: Chunk, kernels: Kernels) -> None:
     parts = -(-(stop - start) // step)
     parts = max(parts, min(len(groups), stop - start))
     bounds = [start + (stop - start) * i // parts for i in range(parts + 1)]
-    ranges = [range(first, end) for first, end in zip(bounds, bounds[1:], strict=False)]
+    ranges = [range(first, end) for first, end in pairwise(bounds)]
     each(ranges, len(groups), lambda thread, rows: _select(call, kernels, groups[thread], chunk, rows))
 
 

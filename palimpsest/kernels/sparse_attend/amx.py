@@ -1,6 +1,7 @@
 """sparse_attend, ``amx`` engine: rows on threads, each row's records gathered and attended by AMX tiles.
 
-fp8, fp8_ds_mla and bf16 records under bf16 queries; fp32 records or queries are attended by the portable engine's file, in its arithmetic.
+fp8, fp8_ds_mla and bf16 records under bf16 queries; fp32 records or queries are attended by the portable engine's file, in its
+arithmetic.
 """
 
 import math
@@ -32,7 +33,7 @@ def carve(scratch: Scratch, ids: int, heads: int, kv_lora: int, rope_dims: int) 
         totals=scratch.take((16 * tiles, latent), "fp32").numpy(),
         state=scratch.take((tiles, 3, 16), "fp32").numpy(),
         staging=scratch.take((128,), "u8").numpy(),
-        everyone=wide.reshape(-1)[: 0].reshape(0, tiles),
+        everyone=wide.reshape(-1)[:0].reshape(0, tiles),
     )
     # past the last head and the last element nothing is ever written, and both sides of a product must be zero there
     work.queries.fill(0)
@@ -51,8 +52,8 @@ class Operands:
     def __init__(self, call: Call, lanes: int = 0):
         p = call.params
         stored = p["latent_scale"] if p["format"] == "fp8" else 1.0
-        scale = np.float32(p["softmax_scale"] * stored * math.log2(math.e))
-        self.form = Form(KINDS[p["format"]], p["kv_lora"], p["rope_dims"], scale, np.float32(stored), lanes)
+        scale = p["softmax_scale"] * stored * math.log2(math.e)
+        self.form = Form(KINDS[p["format"]], p["kv_lora"], p["rope_dims"], scale, stored, lanes)
         self.history, self.context = call.view("latent_history").numpy(), call.view("context").numpy()
         self.query = call.view("query").view(torch.int16).numpy().view(np.uint16)
         self.ids, self.counts = call.view("ids").numpy(), call.view("counts").numpy()

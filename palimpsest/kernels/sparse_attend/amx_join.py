@@ -1,19 +1,20 @@
-"""The union of neighbouring rows' ids, and which rows attend each: merged window by window, so that scratch does not grow with the history."""
+"""The union of neighbouring rows' ids, and which rows attend each: merged window by window, so that scratch does not grow with
+the history."""
 
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
 from palimpsest.kernels.amx_ir import I64, call, value
-from palimpsest.kernels.jit import Array, piece
+from palimpsest.kernels.jit import Array, intrinsic, piece
 from palimpsest.kernels.sizes import UNION_WINDOW
 
 
 class Joined(NamedTuple):
-    """union [most ids]; masks [ids, head tiles]: lanes that attend; bits, before [words]: one window and the ids before each word;
+    """union [most ids]; masks [ids, head tiles]: lanes that attend; bits, before [words]: one window and the ids before each
+    word;
     places, ends [rows]: where each row stands."""
 
     union: Annotated[Array, "i4[::1]"]
@@ -75,7 +76,8 @@ def _collect(start, held, joined):
 
 @piece
 def join(ids, counts, lanes, heads, most, joined):
-    """union[:n] = distinct ids of the rows, ascending; masks[i, tile] = lanes that attend union[i]; returns n, or -1 when more than ``most``.
+    """union[:n] = distinct ids of the rows, ascending; masks[i, tile] = lanes that attend union[i]; returns n, or -1 when more
+    than ``most``.
 
     ids [m, topk] ascending, counts [m]; lanes: of one row (8 or 16), of which ``heads`` are real
     """

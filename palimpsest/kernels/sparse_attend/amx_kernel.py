@@ -1,8 +1,12 @@
-"""sparse_attend on AMX: gather, decode, query . key, online softmax and p @ value of one row at a time, without a lock or an allocation.
+"""sparse_attend on AMX: gather, decode, query . key, online softmax and p @ value of one row at a time, without a lock or an
+allocation.
 
-``amx-1`` attention: blocks of BLOCK ids in emitted order; logits are TDPBF16PS dots of bf16 query and record (32 elements at a time, in order);
-p is rounded to bf16 and the row sum adds the rounded p; p @ value adds 32 ids at a time to fp32; a new maximum rescales sum and output once
-per block. Short blocks are padded with zero records of negligible p, which changes no bit. Heads never meet, so a head's bits do not depend
+``amx-1`` attention: blocks of BLOCK ids in emitted order; logits are TDPBF16PS dots of bf16 query and record (32 elements at a
+time, in order);
+p is rounded to bf16 and the row sum adds the rounded p; p @ value adds 32 ids at a time to fp32; a new maximum rescales sum and
+output once
+per block. Short blocks are padded with zero records of negligible p, which changes no bit. Heads never meet, so a head's bits
+do not depend
 on how many others its rank holds.
 """
 
@@ -14,7 +18,15 @@ from palimpsest.kernels.amx_decode import copy64, decode_codes, decode_scaled, p
 from palimpsest.kernels.amx_ir import tile_begin, tile_dot, tile_end, tile_load, tile_store, tile_zero
 from palimpsest.kernels.jit import Array, kernel, piece
 from palimpsest.kernels.sizes import AMX_ID_BLOCK
-from palimpsest.kernels.sparse_attend.amx_softmax import LOW, finish32, read_address, read_byte, scale_row, softmax16, softmax16_masked
+from palimpsest.kernels.sparse_attend.amx_softmax import (
+    LOW,
+    finish32,
+    read_address,
+    read_byte,
+    scale_row,
+    softmax16,
+    softmax16_masked,
+)
 
 #: ids of one block of the online softmax: part of the arithmetic
 BLOCK = AMX_ID_BLOCK
@@ -24,7 +36,8 @@ _AHEAD = 32
 
 
 class Form(NamedTuple):
-    """Numbers of one call: record kind, elements of the latent and after it, softmax scale (times the record's, times log2(e)), scale of the
+    """Numbers of one call: record kind, elements of the latent and after it, softmax scale (times the record's, times log2(e)),
+    scale of the
     values, and lanes a row takes in a union (0 without)."""
 
     kind: Annotated[int, "i8"]
@@ -38,7 +51,8 @@ class Form(NamedTuple):
 class Work(NamedTuple):
     """Scratch of one thread, heads in whole tiles of 16 and elements in whole 64.
 
-    records [ids]: addresses; queries [tiles, steps, 16 pairs, 16 heads, 2], wide [BLOCK, dim]: bf16 operands, zero past the real elements;
+    records [ids]: addresses; queries [tiles, steps, 16 pairs, 16 heads, 2], wide [BLOCK, dim]: bf16 operands, zero past the
+    real elements;
     pairs: 64 columns of the block's values as right tiles; scores [BLOCK, heads]; p [heads, BLOCK] bf16; totals [heads, latent];
     state [tiles, 3, 16]: maximum, sum, rescaling; staging [128]; everyone [0, tiles]: the mask of a row alone
     """

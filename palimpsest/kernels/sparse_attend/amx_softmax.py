@@ -1,7 +1,9 @@
 """Online softmax of 16 heads over a block of tokens, and the pieces around it that need vectors (``amx`` engine).
 
-Heads lie in lanes: scores are [tokens, heads] fp32, so no sum runs across lanes and a head's bits do not depend on its neighbours.
-exp2 is a degree-6 polynomial on [-0.5, 0.5] with the exponent added (relative error below 2^-22, measured by a test); a NaN stays a NaN.
+Heads lie in lanes: scores are [tokens, heads] fp32, so no sum runs across lanes and a head's bits do not depend on its
+neighbours.
+exp2 is a degree-6 polynomial on [-0.5, 0.5] with the exponent added (relative error below 2^-22, measured by a test); a NaN
+stays a NaN.
 """
 
 from collections.abc import Callable
@@ -10,12 +12,30 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from palimpsest.kernels.amx_decode import to_bf16
 from palimpsest.kernels.amx_ir import (
-    ADDRESS, F32, F32X16, I1X16, I16, I32, I32X16, I64, call, const, fma, load, offset, shuffle, splat, store, transpose16, value, void,
+    ADDRESS,
+    F32,
+    F32X16,
+    I1X16,
+    I16,
+    I32,
+    I32X16,
+    I64,
+    call,
+    const,
+    fma,
+    load,
+    offset,
+    shuffle,
+    splat,
+    store,
+    transpose16,
+    value,
+    void,
 )  # fmt: skip
+from palimpsest.kernels.jit import intrinsic
 from palimpsest.kernels.sizes import AMX_ID_BLOCK
 
 #: below every score that can occur, and finite, so that differences are too
@@ -23,7 +43,15 @@ LOW = float(np.float32(-3e38))
 #: Taylor coefficients of 2^x = e^(x ln 2), rounded to fp32
 _POWERS = tuple(
     float(np.float32(c))
-    for c in (1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477, 0.0013333558146428443, 0.00015403530393381608)
+    for c in (
+        1.0,
+        0.6931471805599453,
+        0.2402265069591007,
+        0.05550410866482158,
+        0.009618129107628477,
+        0.0013333558146428443,
+        0.00015403530393381608,
+    )
 )
 
 
@@ -96,8 +124,8 @@ def _probabilities(b: ir.IRBuilder, block: _Block, tokens: ir.Value, scale: ir.V
 
 
 def _softmax(masked: bool) -> Callable[..., Any]:
-    def body(b: ir.IRBuilder, scores: ir.Value, stride: ir.Value, tokens: ir.Value, scale: ir.Value, state: ir.Value, out: ir.Value,
-             masks: ir.Value) -> ir.Value:  # fmt: skip
+    def body(b: ir.IRBuilder, *operands: ir.Value) -> ir.Value:
+        scores, stride, tokens, scale, state, out, masks = operands
         block, factor = _Block(b, scores, stride, masks if masked else None), splat(b, scale, F32X16)
         old = load(b, state, F32X16, 64)
         peak = _larger(b, b.fmul(_maximum(b, block, tokens), factor), old)
@@ -120,7 +148,8 @@ _ARGUMENTS = (ADDRESS, types.int64, types.int64, types.float32, ADDRESS, ADDRESS
 def softmax16(typing: Any, scores: Any, stride: Any, tokens: Any, scale: Any, state: Any, out: Any, masks: Any) -> Any:
     """One block for 16 heads; returns 1 when an earlier block's sums must be rescaled.
 
-    scores: [tokens, heads] fp32 rows of ``stride`` bytes; scale: softmax scale times log2(e); state: running maximum (scaled), sum and
+    scores: [tokens, heads] fp32 rows of ``stride`` bytes; scale: softmax scale times log2(e); state: running maximum (scaled),
+    sum and
     rescaling factor, 16 fp32 each; out: p as 16 rows of AMX_ID_BLOCK bf16; tokens: a multiple of 32
     """
     return types.int64(*_ARGUMENTS), value(_softmax(False))

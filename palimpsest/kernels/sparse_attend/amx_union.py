@@ -1,7 +1,10 @@
-"""sparse_attend, ``amx-union`` engine: ATTEND_ROWS neighbouring rows share one pass over the records any of them selected, when that is cheaper.
+"""sparse_attend, ``amx-union`` engine: ATTEND_ROWS neighbouring rows share one pass over the records any of them selected, when
+that is cheaper.
 
-A union's blocks hold other rows' ids too, so sums round at other places: a row's bits depend on its neighbours, on how a chunk is cut (groups
-start at absolute multiples of ATTEND_ROWS) and on the heads per rank. Errors stay within the same bound. Where bits matter, use ``amx``.
+A union's blocks hold other rows' ids too, so sums round at other places: a row's bits depend on its neighbours, on how a chunk
+is cut (groups
+start at absolute multiples of ATTEND_ROWS) and on the heads per rank. Errors stay within the same bound. Where bits matter, use
+``amx``.
 """
 
 from typing import NamedTuple
@@ -55,7 +58,11 @@ def run(call: Call, chunk: Chunk) -> None:
     threads = [_thread(call, lanes) for _ in range(call.params.get("threads", 1))]
     size = sizes.ATTEND_ROWS
     starts = [0, *range(size - chunk.history % size, chunk.rows, size)]
-    groups = [slice(first, min(end, chunk.rows)) for first, end in zip(starts, [*starts[1:], chunk.rows], strict=True) if first < chunk.rows]
+    groups = [
+        slice(first, min(end, chunk.rows))
+        for first, end in zip(starts, [*starts[1:], chunk.rows], strict=True)
+        if first < chunk.rows
+    ]
     each(groups, len(threads), lambda thread, rows: _attend(operands, threads[thread], rows))
 
 

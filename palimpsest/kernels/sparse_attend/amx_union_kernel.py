@@ -1,4 +1,5 @@
-"""sparse_attend by union: each distinct record of neighbouring rows is decoded once and attended by all their heads under a mask."""
+"""sparse_attend by union: each distinct record of neighbouring rows is decoded once and attended by all their heads under a
+mask."""
 
 import numpy as np
 
