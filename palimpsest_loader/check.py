@@ -103,6 +103,8 @@ def _check_step(tree: Tree, step: Tree) -> None:
         raise BadCore(f"manifest.json: step {step['name']} has tiles larger than what it walks ({', '.join(bad)})")
     for buffer in step["roles"].values():
         _known(tree, buffer)
+    if step["runner"] == "rows" and (not step["passes"] or len({tuple(one["loops"][:1]) for one in step["passes"]}) != 1):
+        raise BadCore(f"manifest.json: step {step['name']}: its passes do not share their outermost loop")
     for one in step["passes"]:
         if one["program"] not in tree["programs"]:
             raise BadCore(f"manifest.json: step {step['name']} calls {one['program']!r}, which is not listed")

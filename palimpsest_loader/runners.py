@@ -1,6 +1,6 @@
 """The loops that drive compiled programs, and the steps that are communication: one function per ``runner`` of docs/format.md."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,29 +53,37 @@ def bind_input(step: Step, chunk: Chunk) -> None:
 
 
 def rows(step: Step, chunk: Chunk) -> None:
-    """Every pass over its loops: tiles of active rows, tiles of this rank's slice, heads."""
-    if "clear" in step.views:
-        step.views["clear"][: chunk.rows].zero_()
-    for one in step.passes:
-        _nest(step, chunk, one, 0, {})
+    """The passes over tiles of active rows, tiles of this rank's slice, or heads. All share their outermost loop and run in order inside it.
+
+    A last tile may begin earlier and compute rows again. So what a step adds up over heads begins anew with every tile.
+    """
+    for values in _axis(step, chunk, step.passes[0].loops[0], {}):
+        if "clear" in step.views:
+            step.views["clear"][values["row"] : values["row"] + step.numbers["tile"]].zero_()
+        for one in step.passes:
+            _nest(step, chunk, one, 1, values)
 
 
 def _nest(step: Step, chunk: Chunk, one: Pass, depth: int, values: dict[str, int]) -> None:
     if depth == len(one.loops):
         one.run(values)
         return
-    axis, tile = one.loops[depth], step.numbers["tile"]
+    for inner in _axis(step, chunk, one.loops[depth], values):
+        _nest(step, chunk, one, depth + 1, inner)
+
+
+def _axis(step: Step, chunk: Chunk, axis: str, values: dict[str, int]) -> Iterator[dict[str, int]]:
+    """``values`` with every value of one more axis; a slot comes with its row."""
     if axis == "head":
-        for values["head"] in range(step.numbers["heads"]):
-            _nest(step, chunk, one, depth + 1, values)
+        for head in range(step.numbers["heads"]):
+            yield values | {"head": head}
     elif axis == "row":
-        for values["row"] in tiles(chunk.rows, tile, step.limits["rows"]):
-            _nest(step, chunk, one, depth + 1, values)
+        for row in tiles(chunk.rows, step.numbers["tile"], step.limits["rows"]):
+            yield values | {"row": row}
     else:
         start, count, room = _slice(step, chunk)
-        for values["slot"] in tiles(count, tile, room):
-            values["row"] = start + values["slot"]
-            _nest(step, chunk, one, depth + 1, values)
+        for slot in tiles(count, step.numbers["tile"], room):
+            yield values | {"slot": slot, "row": start + slot}
 
 
 def _slice(step: Step, chunk: Chunk) -> tuple[int, int, int]:

@@ -13,6 +13,8 @@ from palimpsest.core.errors import PalimpsestError
 #: verb -> module, in the order a newcomer meets them
 VERBS = {
     "plan": "palimpsest.cli.plan",
+    "fit": "palimpsest.cli.fit",
+    "explain": "palimpsest.cli.explain",
     "checkpoint": "palimpsest.cli.checkpoint",
     "preflight": "palimpsest.cli.preflight",
     "qualify": "palimpsest.cli.qualify",

@@ -40,11 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--granularity", metavar="SIZE", default="4KiB", help="what the allocator maps at once; 2MiB on CUDA (default: 4KiB)"
     )
+    parser.add_argument("--output", metavar="FILE", help="also write the program, the plan and its certificates, for palimpsest verify")
     parser.add_argument("--json", action="store_true", help="canonical JSON on stdout, everything else on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, check, print. Raises UserError for anything the user can fix; nothing is written anywhere."""
+    """Plan, check, print. Raises UserError for anything the user can fix; only ``--output`` is written."""
     from palimpsest.core.units import parse_bytes
     from palimpsest.plan.account import compare
     from palimpsest.plan.check import check
@@ -69,6 +70,13 @@ def run(args: argparse.Namespace) -> int:
             f"note: {made.name} keeps the ids of an earlier layer and has no index history: both arrangements are the same",
             file=sys.stderr,
         )
+    if args.output:
+        from pathlib import Path
+
+        from palimpsest.plan.file import plan_text
+
+        Path(args.output).write_text(plan_text(made, plans[args.reuse]), "utf-8")
+        print(f"wrote {args.output}; check it with: palimpsest verify {args.output}", file=sys.stderr)
     if args.json:
         from palimpsest.core.canon import canonical
 

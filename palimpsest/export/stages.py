@@ -190,7 +190,7 @@ class Builder:
             p["dim"], p["rope_dims"], p["rope_layout"], rotate=p["hadamard"], fmt=p["format"],
             power_of_two=p["scale_format"] == "ue8m0", rope="rope" in roles,
         )  # fmt: skip
-        second = self.add(f"{step.name}.head", function, args, "head", "slot")
+        second = self.add(f"{step.name}.head", function, args, "slot", "head")
         return self._rows([first, second], heads=heads, tile=tile)
 
     def _gather(self, step: Step, p: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:

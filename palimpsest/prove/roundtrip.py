@@ -27,7 +27,7 @@ Tree = dict[str, Any]
 def describe(arena: Arena) -> Tree:
     """Every view as metadata: arena name, offset, planes with dtype, shape and byte strides; and where each sharing pair overlaps."""
     views: Tree = {}
-    for place in arena.plan.places:
+    for place in (p for p in arena.plan.places if p.nbytes):
         buffer, planes = arena.program.by_name[place.buffer], []
         for plane in buffer.planes:
             tensor = arena.view(place.buffer, plane.name)
@@ -59,7 +59,7 @@ def compare(sheet: Sheet, arena: Arena, answer: Tree, arrangement: str) -> None:
     """S9: one unit a view, one a sharing pair."""
     cell, wanted = sheet.cell("S9"), describe(arena)
     for name, view in wanted["views"].items():
-        expected = view | {"inode": os.fstat(wanted["arenas"][view["arena"]]["fd"]).st_ino} if view["bytes"] else view
+        expected = view | {"inode": os.fstat(wanted["arenas"][view["arena"]]["fd"]).st_ino}
         found = answer["views"].get(name, {})
         different = sorted(key for key in expected if found.get(key) != expected[key])
         shown = f"{different[0]} is {found.get(different[0])}, {expected[different[0]]} was sent" if different else ""
@@ -75,7 +75,7 @@ def independence(sheet: Sheet, arena: Arena, arrangement: str) -> None:
     cell = sheet.cell("S10")
     taken = {kind: (s.window.address, s.window.address + s.mapped, s.inode) for kind, s in arena.segments.items() if kind in ("reusable", "persistent")}
     for place in arena.plan.places:
-        if place.kind not in APART:
+        if place.kind not in APART or not place.nbytes:
             continue
         start = arena.raw(place.buffer).data_ptr()
         stop, inode = start + place.nbytes, arena.segments[place.kind].inode

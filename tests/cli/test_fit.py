@@ -86,12 +86,23 @@ def test_rows_or_ranks_are_searched_when_the_context_is_given(capsys):
 
 
 def test_weights_and_reserve_change_the_answer(capsys):
-    def tokens(*more):
-        return json.loads(run(capsys, "deepseek-v3.2", "--memory", "180GiB", "--ranks", "8", "--json", *more)[1])["fit"]["limits"]["tokens"]
+    def fit(*more):
+        args = ["deepseek-v3.2", "--memory", "180GiB", "--ranks", "8", "--context", "128K", "--rows", "512", "--json"]
+        return json.loads(run(capsys, *args, *more)[1])["fit"]
 
-    assert tokens("--weights", "bf16") < tokens("--weights", "fp8") == tokens()
-    assert tokens("--reserve", "4GiB") < tokens()
-    assert tokens("--rows", "16384") < tokens()
+    published, half = fit(), fit("--weights", "bf16")
+    assert half["fits"]
+    assert half["mapped"] > published["mapped"]
+    assert not fit("--weights", "bf16", "--reserve", "100GiB")["fits"]
+
+
+def test_more_rows_or_a_reserve_leave_a_shorter_context(capsys):
+    def tokens(*more):
+        return json.loads(run(capsys, *LAYER, "--json", *more)[1])["fit"]["limits"]["tokens"]
+
+    assert tokens("--rows", "8192") < tokens()
+    assert tokens("--reserve", "1GiB") < tokens()
+    assert tokens("--latent-format", "bf16") < tokens()
 
 
 @pytest.mark.parametrize(

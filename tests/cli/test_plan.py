@@ -128,3 +128,17 @@ def test_no_torch_no_numpy():
     assert done.stdout.endswith("LOADED []\n")
     planted = subprocess.run([sys.executable, "-c", "import numpy;" + code, *K31], capture_output=True, text=True, check=True)
     assert planted.stdout.endswith("LOADED ['numpy']\n")
+
+
+@pytest.mark.parametrize("reuse", ["on", "off"])
+def test_a_written_plan_file_verifies(capsys, tmp_path, reuse):
+    from palimpsest.plan.verify import verify_plan_file
+
+    file = tmp_path / "plan.json"
+    code, _, err = run(capsys, *K31, "--reuse", reuse, "--output", str(file))
+    assert code == 0
+    assert f"palimpsest verify {file}" in err
+    report = verify_plan_file(file)
+    assert report.ok, report.faults
+    assert report.program == "kimi-k3.1-pro/layer3"
+    assert report.peak == report.lower_bound + (138_412_032 if reuse == "off" else 0)

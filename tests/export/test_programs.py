@@ -27,8 +27,10 @@ def test_core_equals_the_eager_engine(small, tmp_path, formats, options) -> None
     assert small.differences(small.planned(formats, **options), tmp_path) == []
 
 
-def test_rows_that_are_no_whole_tile(small, tmp_path) -> None:
-    one = small.planned(ranks=2, rows=44)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_that_are_no_whole_tile(small, tmp_path, ranks: int) -> None:
+    """The last tile computes rows again: sums over heads and scaled columns must not count them twice."""
+    one = small.planned(ranks=ranks, rows=44)
     assert small.differences(one, tmp_path, ((0, 44), (44, 33), (77, 1), (212, 44))) == []
 
 

@@ -43,8 +43,8 @@ class Form(NamedTuple):
     kind: Annotated[int, "i8"]
     latent: Annotated[int, "i8"]
     rope: Annotated[int, "i8"]
-    scale: Annotated[float, "f4"]
-    factor: Annotated[float, "f4"]
+    scale: Annotated[float, "f8"]
+    factor: Annotated[float, "f8"]
     lanes: Annotated[int, "i8"]
 
 
@@ -319,7 +319,7 @@ def attend(records, masks, form, work):
         padded = (count + 63) // 64 * 64
         _gather_block(records, first, count, padded, form, work)
         _logits(work, count, padded)
-        _softmax(work, masks, first, padded, form.scale)
+        _softmax(work, masks, first, padded, np.float32(form.scale))
         _values(work, padded)
 
 
@@ -354,5 +354,5 @@ def attend_rows(history, ids, counts, query, context, form, work):
         load_queries(query[row], 0, work.queries)
         attend(work.records[:count], work.everyone, form, work)
         for head in range(context.shape[1]):
-            finish_head(work, head, form.factor, context[row, head])
+            finish_head(work, head, np.float32(form.factor), context[row, head])
     tile_end()

@@ -31,7 +31,7 @@ def attend_union(history, count, counts, query, context, form, joined, work):
     for row in range(query.shape[0]):
         for head in range(query.shape[1]):
             if counts[row] > 0:
-                finish_head(work, row * form.lanes + head, form.factor, context[row, head])
+                finish_head(work, row * form.lanes + head, np.float32(form.factor), context[row, head])
             else:
                 for column in range(context.shape[2]):
                     context[row, head, column] = np.float32(0)
