@@ -19,7 +19,9 @@ from palimpsest.kernels.table import compile_engine
 
 def machine() -> dict[str, object]:
     """What the numbers belong to."""
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+    ]
     packages = ("torch", "numpy", "numba", "transformers")
     return {
         "cpu": names[0] if names else platform.processor(),
@@ -59,7 +61,9 @@ def main() -> int:
             rows.append(row)
     show(rows, console)
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "engine": engine, "rows": [row.plain() for row in rows]}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps({"machine": machine(), "engine": engine, "rows": [row.plain() for row in rows]}, indent=1) + "\n"
+        )
     return 0
 
 

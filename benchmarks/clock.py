@@ -9,7 +9,8 @@ Work = Callable[[], object]
 
 
 def race(contestants: Mapping[str, Work], repeats: int) -> dict[str, float]:
-    """Least CPU seconds of each contestant over ``repeats`` (at least five) rounds in which everybody runs once; one round to warm up."""
+    """Least CPU seconds of each contestant over ``repeats`` (at least five) rounds in which everybody runs once; one round to
+    warm up."""
     best = dict.fromkeys(contestants, float("inf"))
     for turn in range(max(5, repeats) + 1):
         for name, work in contestants.items():

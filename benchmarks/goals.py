@@ -73,27 +73,33 @@ def scoring(s: Setting) -> Iterator[Row]:
             times = race(contestants, s.repeats)
             detail = {"rows": rows, "us per row": times["select"] / rows * 1e6, "P TF/s": Reference.flops / times["P"] / 1e12}
             value = of_p(times, "select", problem.flops)
-            yield Row(f"score + select, {heads} heads, {tokens} tokens", value, s.goal(goal) if heads == 64 else None, "P", detail)
+            yield Row(
+                f"score + select, {heads} heads, {tokens} tokens", value, s.goal(goal) if heads == 64 else None, "P", detail
+            )
             if "score" in times:
                 wanted = 1.0 if heads == 64 else 0.75
-                yield Row(f"score, {heads} heads, {tokens} tokens", of_p(times, "score", problem.flops), s.goal(wanted), "P", detail)
+                yield Row(
+                    f"score, {heads} heads, {tokens} tokens", of_p(times, "score", problem.flops), s.goal(wanted), "P", detail
+                )
 
 
 def other_engines(s: Setting) -> Iterator[Row]:
     """The avx engine against the portable one, and the portable one in P."""
     from palimpsest.kernels.detect import available_engines
 
-    p, problem = Reference(), Index(16, 32768, 64)
+    rows = 64
+    p, problem = Reference(), Index(rows, 32768, 64)
     names = [name for name in ("avx", "portable") if name in available_engines()]
     times = race({"P": p} | {name: problem.bound(name) for name in names}, 5)
-    detail = {"us per row": {name: times[name] / 16 * 1e6 for name in names}}
+    detail = {"us per row": {name: times[name] / rows * 1e6 for name in names}}
     yield Row("portable score + select, 64 heads, 32768 tokens", of_p(times, "portable", problem.flops), 0.17, "P", detail)
     if "avx" in names:
         yield Row("avx over portable, score + select", times["portable"] / times["avx"], 2.0, "x", detail)
 
 
 def selection(s: Setting) -> Iterator[Row]:
-    """Selection alone, one head of one dim, so that scoring is next to nothing, against torch.topk and np.partition of ready scores."""
+    """Selection alone, one head of one dim, so that scoring is next to nothing, against torch.topk and np.partition of ready
+    scores."""
     k = 2048
     for tokens in (4096, 32768, 131072) + (() if s.small else (1 << 20,)):
         problem, floor = Index(8, tokens, 1, dim=128), Index(8, tokens, 1, topk=1)
@@ -117,7 +123,10 @@ def selection(s: Setting) -> Iterator[Row]:
             s.repeats,
         )
         alone = max(times["ours"] - times["floor"], 1e-9)
-        detail = {name: value / 8 * 1e6 for name, value in times.items()} | {"unit": "us per row", "np.partition over ours": times["partition"] / alone}
+        detail = {name: value / 8 * 1e6 for name, value in times.items()} | {
+            "unit": "us per row",
+            "np.partition over ours": times["partition"] / alone,
+        }
         goal = s.goal(8.0) if tokens >= 32768 else None
         yield Row(f"select against torch.topk, {tokens} tokens", times["topk"] / alone, goal, "x", detail)
 
@@ -128,12 +137,20 @@ def attention(s: Setting) -> Iterator[Row]:
         problem = Attention(32, 16384, heads)
         times = race({"ours": problem.bound(s.engine), "torch": problem.torch_gather}, s.repeats)
         detail = {name: value / 32 * 1e6 for name, value in times.items()} | {"unit": "us per row"}
-        yield Row(f"attention against index_select + bmm, {heads} heads", times["torch"] / times["ours"], s.goal(goal) if goal else None, "x", detail)
+        yield Row(
+            f"attention against index_select + bmm, {heads} heads",
+            times["torch"] / times["ours"],
+            s.goal(goal) if goal else None,
+            "x",
+            detail,
+        )
     for heads, tokens in ((8, 4096), (16, 16384)):
         problem = Attention(32, tokens, heads)
         times = race({"ours": problem.bound(s.engine), "dense": problem.torch_dense}, s.repeats)
         detail = {name: value / 32 * 1e6 for name, value in times.items()} | {"unit": "us per row"}
-        yield Row(f"attention against dense mask, {heads} heads, {tokens} tokens", times["dense"] / times["ours"], None, "x", detail)
+        yield Row(
+            f"attention against dense mask, {heads} heads, {tokens} tokens", times["dense"] / times["ours"], None, "x", detail
+        )
     if s.fast:
         for shared in (1.0, 0.95, 0.9):
             problem = Attention(32, 131072, 8, shared)
@@ -141,7 +158,13 @@ def attention(s: Setting) -> Iterator[Row]:
             distinct = len(np.unique(problem.ids[:16].numpy()))
             detail = {name: value / 32 * 1e6 for name, value in times.items()} | {"unit": "us per row", "distinct ids": distinct}
             goal = s.goal(1.8) if distinct <= 4096 else None
-            yield Row(f"union over per row, 8 heads, {distinct} distinct ids of 16 rows", times["rows"] / times["union"], goal, "x", detail)
+            yield Row(
+                f"union over per row, 8 heads, {distinct} distinct ids of 16 rows",
+                times["rows"] / times["union"],
+                goal,
+                "x",
+                detail,
+            )
 
 
 def against_transformers(s: Setting) -> Iterator[Row]:
@@ -212,6 +235,7 @@ def growth(s: Setting) -> Iterator[Row]:
 
 
 GROUPS = {
-    "scoring": scoring, "other-engines": other_engines, "selection": selection, "attention": attention, "transformers": against_transformers,
+    "scoring": scoring, "other-engines": other_engines, "selection": selection, "attention": attention, "transformers":
+    against_transformers,
     "memory": memory, "threads": threads, "growth": growth,
 }  # fmt: skip

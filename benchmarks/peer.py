@@ -1,4 +1,5 @@
-"""The same attention sublayer in ``transformers`` (DeepSeek-V3.2, eager, dense mask) and here, over caches that are already full."""
+"""The same attention sublayer in ``transformers`` (DeepSeek-V3.2, eager, dense mask) and here, over caches that are already
+full."""
 
 import time
 from dataclasses import dataclass
@@ -6,13 +7,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.problems import Alone
 from palimpsest.core.geometry import Formats, Geometry, Indexer, Rope
 from palimpsest.core.spec import Limits
 from palimpsest.kernels.call import Chunk, Scratch
 from palimpsest.kernels.table import implementation
 from palimpsest.recipes.blocks import layer_program
-
-from benchmarks.problems import Alone
 
 HIDDEN, Q_LORA = 256, 128
 
@@ -52,8 +52,10 @@ class Theirs:
         from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 
         config = DeepseekV32Config(
-            hidden_size=HIDDEN, num_attention_heads=shape.heads, num_key_value_heads=shape.heads, q_lora_rank=Q_LORA, kv_lora_rank=512,
-            qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, index_n_heads=shape.index_heads, index_head_dim=128, index_topk=2048,
+            hidden_size=HIDDEN, num_attention_heads=shape.heads, num_key_value_heads=shape.heads, q_lora_rank=Q_LORA,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, index_n_heads=shape.index_heads, index_head_dim=128,
+            index_topk=2048,
             num_hidden_layers=1, vocab_size=32,
         )  # fmt: skip
         config._attn_implementation = "eager"
@@ -90,7 +92,9 @@ class Ours:
             planes[buffer.name] = {}
             for plane in buffer.planes:
                 at = buffer.plane_offset(plane.name)
-                view = planes[buffer.name][plane.name] = raw[at : at + plane.nbytes].view(TORCH_DTYPES[plane.dtype]).view(plane.shape)
+                view = planes[buffer.name][plane.name] = (
+                    raw[at : at + plane.nbytes].view(TORCH_DTYPES[plane.dtype]).view(plane.shape)
+                )
                 if buffer.kind == "weights":
                     view.copy_(torch.randn(plane.shape, generator=g) / plane.shape[-1] ** 0.5)
         self._fill(planes["index_cache"]["index_cache"], planes["latent_cache"]["latent_cache"], g)
@@ -107,7 +111,9 @@ class Ours:
     def _fill(index: torch.Tensor, latent: torch.Tensor, g: torch.Generator) -> None:
         for pages in range(0, len(index), 64):
             part = index[pages : pages + 64]
-            part[:, : 64 * 128].copy_((torch.randn(len(part), 64 * 128, generator=g) * 2).to(torch.float8_e4m3fn).view(torch.uint8))
+            part[:, : 64 * 128].copy_(
+                (torch.randn(len(part), 64 * 128, generator=g) * 2).to(torch.float8_e4m3fn).view(torch.uint8)
+            )
             part[:, 64 * 128 :].view(torch.float32).fill_(1.0)
             part = latent[pages : pages + 64]
             part.copy_(torch.randn(part.shape, generator=g).to(torch.float8_e4m3fn).view(torch.uint8))

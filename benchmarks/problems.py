@@ -62,7 +62,15 @@ class Index:
     def bound(self, engine: str, threads: int = 1, rows: slice = slice(None)) -> Bound:
         count = len(range(*rows.indices(self.rows)))
         first = rows.start or 0
-        params = {"topk": self.topk, "heads": self.heads, "dim": self.dim, "format": "fp8", "ranks": 1, "engine": engine, "threads": threads}
+        params = {
+            "topk": self.topk,
+            "heads": self.heads,
+            "dim": self.dim,
+            "format": "fp8",
+            "ranks": 1,
+            "engine": engine,
+            "threads": threads,
+        }
         planes = {
             "index_history": {"keys": self.keys, "scales": self.scales},
             "index_query": {"q": self.query[rows]},
@@ -76,7 +84,8 @@ class Index:
 
 @dataclass
 class Attention:
-    """sparse_attend on fp8 records of 512 + 64: ``rows`` rows of 2048 ids; ``shared``: share of its ids a row has in common with all."""
+    """sparse_attend on fp8 records of 512 + 64: ``rows`` rows of 2048 ids; ``shared``: share of its ids a row has in common
+    with all."""
 
     rows: int
     tokens: int

@@ -142,7 +142,7 @@ def _reach(tree: Tree, step: Tree, argument: Tree, most: Mapping[str, int]) -> t
         if name not in (step["writes"] if argument["mutated"] else [*step["reads"], *step["writes"]]):
             raise BadCore(f"manifest.json: {label} is not among the step's {'writes' if argument['mutated'] else 'reads'}")
         if argument["dynamic"]:
-            end = min(end, _dynamic_end(tree, argument, end, room))
+            end = _dynamic_end(tree, argument, end, room)
     if end > room:
         raise BadCore(f"manifest.json: {label} reaches byte {end} of {room}")
     return where, start + argument["offset"], start + end

@@ -21,18 +21,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a preset name, a config.json, or a checkpoint folder")
     parser.add_argument("--memory", metavar="SIZE", required=True, help="memory of one rank's device, such as 96GiB")
     parser.add_argument("--ranks", metavar="N", help="tensor-parallel ranks (default: 1, or the fewest when --context is given)")
-    parser.add_argument("--rows", metavar="ROWS", help="query rows of one prefill chunk (default: 4096, or the most for --context and --ranks)")
-    parser.add_argument("--context", metavar="TOKENS", help="history tokens that must fit; then the rows or the ranks are what is searched")
+    parser.add_argument(
+        "--rows", metavar="ROWS", help="query rows of one prefill chunk (default: 4096, or the most for --context and --ranks)"
+    )
+    parser.add_argument(
+        "--context", metavar="TOKENS", help="history tokens that must fit; then the rows or the ranks are what is searched"
+    )
     parser.add_argument(
         "--weights", metavar="F", help="resident weights: checkpoint (as published), bf16, fp8 or mxfp4 (default: checkpoint)"
     )
     parser.add_argument("--index-format", metavar="F", help="index cache records: fp8 or fp32 (default: fp8)")
-    parser.add_argument("--latent-format", metavar="F", help="latent cache records: fp8, fp8_ds_mla, bf16 or fp32 (default: the model's)")
-    parser.add_argument("--drafter", metavar="NAME", help="plan a drafter's buffers with the model: dflash or dflash2 (default: none)")
-    parser.add_argument("--layer", metavar="N", type=int, help="only the attention of this 0-based layer, instead of the whole model")
+    parser.add_argument(
+        "--latent-format", metavar="F", help="latent cache records: fp8, fp8_ds_mla, bf16 or fp32 (default: the model's)"
+    )
+    parser.add_argument(
+        "--drafter", metavar="NAME", help="plan a drafter's buffers with the model: dflash or dflash2 (default: none)"
+    )
+    parser.add_argument(
+        "--layer", metavar="N", type=int, help="only the attention of this 0-based layer, instead of the whole model"
+    )
     parser.add_argument("--page", metavar="TOKENS", default="64", help="tokens of one cache page and shard block (default: 64)")
     parser.add_argument(
-        "--reserve", metavar="SIZE", default="0", help="memory of one device that other things take: driver context, libraries (default: 0)"
+        "--reserve",
+        metavar="SIZE",
+        default="0",
+        help="memory of one device that other things take: driver context, libraries (default: 0)",
     )
     parser.add_argument(
         "--granularity", metavar="SIZE", default="2MiB", help="what the allocator maps at once; 4KiB on a CPU (default: 2MiB)"
@@ -48,14 +61,20 @@ def run(args: argparse.Namespace) -> int:
 
     geometry = load_geometry(args.model)
     budget = Budget(
-        parse_bytes(args.memory, "--memory"), parse_bytes(args.reserve, "--reserve"), parse_bytes(args.granularity, "--granularity")
+        parse_bytes(args.memory, "--memory"),
+        parse_bytes(args.reserve, "--reserve"),
+        parse_bytes(args.granularity, "--granularity"),
     )
     build = builder(args, geometry)
     found = answer(args, geometry, build, budget)
     if args.json:
         from palimpsest.core.canon import canonical
 
-        print(canonical({"format": FORMAT, "model": geometry.name, "scope": _scope(args), "declared": geometry.max_context, "fit": found}))
+        print(
+            canonical(
+                {"format": FORMAT, "model": geometry.name, "scope": _scope(args), "declared": geometry.max_context, "fit": found}
+            )
+        )
     else:
         from palimpsest.report.fit_text import show
 

@@ -19,6 +19,7 @@ VERBS = {
     "preflight": "palimpsest.cli.preflight",
     "qualify": "palimpsest.cli.qualify",
     "verify": "palimpsest.cli.verify",
+    "report": "palimpsest.cli.report",
 }
 
 

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--granularity", metavar="SIZE", default="4KiB", help="what the allocator maps at once; 2MiB on CUDA (default: 4KiB)"
     )
-    parser.add_argument("--output", metavar="FILE", help="also write the program, the plan and its certificates, for palimpsest verify")
+    parser.add_argument("--output", metavar="FILE", help="also write program, plan and certificates, for palimpsest verify")
     parser.add_argument("--json", action="store_true", help="canonical JSON on stdout, everything else on stderr")
 
 

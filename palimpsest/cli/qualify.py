@@ -5,6 +5,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from palimpsest.prove.qualify import Progress
 
 NAME = "qualify"
@@ -21,7 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, metavar="N", help="seed of all inputs (default: a fixed one)")
     parser.add_argument("--engine", default="portable", metavar="E", help="kernels to qualify (default: portable)")
+    parser.add_argument(
+        "--kernel", action="append", default=[], metavar="OP=M:F",
+        help="qualify function F of Python module M in place of our kernel for OP; imports M, from this folder too; may be given again for other ops",
+    )  # fmt: skip
     parser.add_argument("--evidence", default="evidence", metavar="FOLDER", help="where evidence folders are kept (default: ./evidence)")
+    parser.add_argument(
+        "--self-test-record", metavar="FILE", help="kill matrix that licenses this source (default: the one in the user's cache folder, if any)"
+    )
+    parser.add_argument("--html", metavar="FILE", help="also write the report as one HTML page (no network)")
     parser.add_argument("--json", action="store_true", help="print the record as JSON on stdout, everything else on stderr")
 
 
@@ -32,13 +42,24 @@ def run(args: argparse.Namespace) -> int:
 
     from palimpsest.prove.qualify import SEED, Request, qualify
 
+    if args.kernel:
+        from palimpsest.prove.foreign import search_here
+
+        search_here(os.getcwd())
     request = Request(
         model=None if args.model is None else Path(args.model), layer=args.layer, profile=args.profile, ranks=args.ranks,
         seed=SEED if args.seed is None else args.seed, engine=args.engine, evidence=Path(args.evidence), argv=tuple(sys.argv[1:]),
-        environment=dict(os.environ),
+        environment=dict(os.environ), kernels=tuple(args.kernel),
+        self_test=None if args.self_test_record is None else Path(args.self_test_record), cache=_cache(dict(os.environ)),
     )  # fmt: skip
+    if args.html:
+        from palimpsest.report.qualify_html import ready, write_report
+
+        ready(Path(args.html))
     with _Shown() as progress:
         outcome = qualify(request, progress)
+    if args.html:
+        print(f"report: {write_report(outcome.folder, Path(args.html))}", file=sys.stderr)
     if args.json:
         from palimpsest.core.canon import canonical
 
@@ -48,6 +69,14 @@ def run(args: argparse.Namespace) -> int:
 
         show(outcome.record, outcome.flags, str(outcome.folder))
     return 0 if outcome.passed else 1
+
+
+def _cache(environment: dict[str, str]) -> "Path":
+    """The user's cache folder of this program."""
+    from pathlib import Path
+
+    named = environment.get("XDG_CACHE_HOME", "")
+    return (Path(named) if named.startswith("/") else Path.home() / ".cache") / "palimpsest"
 
 
 class _Shown:

@@ -49,6 +49,16 @@ def projected(rows: Tensor, weight: Tensor) -> Tensor:
     return positive_zero(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
 
 
+def absorbed_by(rows: Tensor, up: Tensor) -> Tensor:
+    """fp32 [ROW_TILE, nope] @ ``up`` [nope, kv_lora], in blocks of columns.
+
+    Not ``projected(rows, up.t())``: torch 2.13's vectorised transpose of bf16 tiles is miscompiled (see docs/format.md, negative results).
+    """
+    columns = up.shape[1]
+    parts = [torch.mm(rows, up[:, at : min(at + COLUMN_TILE, columns)].to(torch.float32)) for at in range(0, columns, COLUMN_TILE)]
+    return positive_zero(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+
+
 def normed(tile: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
     """RMS norm, or layer norm with a bias: fp64 inside, rounded once to fp32."""
     wide, width = tile.to(torch.float64), tile.shape[1]
@@ -118,7 +128,7 @@ def attention_query(nope: int, layout: str, rope: bool) -> Function:
     def body(source: Tensor, down: Tensor, up: Tensor, table: Tensor | None, out: Tensor) -> None:
         m = out.shape[0]
         q = projected(padded(source), down)
-        absorbed = projected(padded(q[:m, :nope]), up.t())
+        absorbed = absorbed_by(padded(q[:m, :nope]), up)
         out.copy_(torch.cat([absorbed[:m], rotated(q[:m, nope:], table, layout)], 1))
 
     return _with_table(body, 3, rope)

@@ -137,7 +137,7 @@ class _Hooks:
 
 
 #: buffers compared byte for byte, and how many of their leading rows count
-_ROWS = {"rope": "rows", "ids": "rows", "counts": "rows", "index_query": "slice", "head_weights": "slice", "local_ids": "slice", "local_counts": "slice"}
+_ROWS = {"rope": "rows", "q_latent": "rows", "query": "rows", "ids": "rows", "counts": "rows", "index_query": "slice", "head_weights": "slice", "local_ids": "slice", "local_counts": "slice"}
 _TOKENS = ("index_history", "latent_history")
 _COPIED = ("hidden", "query", "context", "partial", "ids", "counts")
 

@@ -44,8 +44,10 @@ def fakes(args: Sequence[dict[str, Any]], mode: FakeTensorMode, extent: int = 64
         )
 
 
-def export_template(name: str, function: Callable[..., None], args: Sequence[Argument]) -> bytes:
+def export_template(name: str, function: Callable[..., None], args: Sequence[Argument], *, exact: bool = True) -> bytes:
     """The template text of ``function`` called with ``args``; no memory is allocated for any of them.
+
+    exact: a compiled copy must give the bytes of the exported program
 
     Raises BadConfig when the program changes another argument than those marked, or holds a constant.
     """
@@ -57,7 +59,7 @@ def export_template(name: str, function: Callable[..., None], args: Sequence[Arg
     graph = serialize(made, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False)
     tree = json.loads(graph.exported_program)
     _forget_sources(tree)
-    text = {"format": FORMAT, "name": name, "args": signatures, "program": tree}
+    text = {"format": FORMAT, "name": name, "args": signatures, "exact": exact, "program": tree}
     return json.dumps(text, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -136,6 +136,11 @@ def amx_attend_scratch(topk: int, heads: int, kv_lora: int, rope_dims: int) -> i
     return -(-used // 64) * 64
 
 
+def amx_query_scratch(q_lora: int, heads: int, dim: int) -> int:
+    """Scratch bytes of index_query, amx engine: one projection of all heads, its tile, one record."""
+    return amx_linear_scratch(q_lora, heads * dim) + tile_scratch(heads * dim) + 16 * dim + 4 * 64
+
+
 def amx_linear_scratch(depth: int, columns: int, *, resident: bool = False) -> int:
     """Scratch bytes of ``amx_linear.AmxProjection``: input rows as fp32, as two bf16 parts, packed; a weight tail; sums; the
     weight when resident."""

@@ -33,7 +33,7 @@ class Engine:
         return self.faster.get(op, self.file)
 
 
-_AMX = {"index_select": "amx", "sparse_attend": "amx"}
+_AMX = {"index_query": "amx", "index_select": "amx", "sparse_attend": "amx"}
 ENGINES = {
     "portable": Engine("cpu", "portable-1", "torch and numpy on any CPU; allocates nothing after warm-up"),
     "reference": Engine("reference", "reference-1", "plain fp64 twin of every op, for tests and diagnosis; allocates freely"),

@@ -9,8 +9,8 @@ from collections import Counter
 
 from palimpsest.core.errors import BadConfig, PlanRefused
 from palimpsest.core.spec import KINDS, Program
-from palimpsest.plan.plan import Place, Plan
 from palimpsest.plan.links import check_handovers, lives_of
+from palimpsest.plan.plan import Place, Plan
 from palimpsest.plan.replay import byte_range, clocks_of, replay, shared_bytes, unordered
 
 #: what a refusal of bytes tells the user to do
@@ -150,15 +150,15 @@ def _check_barriers(program: Program, pairs: list[tuple[Place, Place]]) -> None:
     """Between every two users of the histories of a pair, a step of scope ``all`` ordered after one and before the other."""
     clocks, end = clocks_of(program), len(program.steps)
     touched: dict[str, list[int]] = {place.buffer: [] for pair in pairs for place in pair}
-    for name in touched:
+    for name, positions in touched.items():
         if name in program.inputs:
-            touched[name].append(-1)
+            positions.append(-1)
     for i, step in enumerate(program.steps):
         for name in dict.fromkeys(name for _, name in step.accesses() if name in touched):
             touched[name].append(i)
-    for name in touched:
+    for name, positions in touched.items():
         if name in program.outputs:
-            touched[name].append(end)
+            positions.append(end)
     fences = [i for i, step in enumerate(program.steps) if step.scope == "all"]
 
     def ordered(i: int, j: int) -> bool:
@@ -172,9 +172,9 @@ def _check_barriers(program: Program, pairs: list[tuple[Place, Place]]) -> None:
             for j, b in users:
                 if a != b and i < j and not any(ordered(i, k) and ordered(k, j) for k in fences):
                     raise PlanRefused(
-                        f"step {_name(program, j)} touches {b} on bytes that step {_name(program, i)} uses for {a}, and no step that "
-                        f"all {program.limits.ranks} ranks must reach lies between: {one.buffer} {byte_range(one)} and {two.buffer} "
-                        f"{byte_range(two)} share {shared_bytes(one, two):,} bytes; put a barrier between them"
+                        f"step {_name(program, j)} touches {b} on bytes that step {_name(program, i)} uses for {a}, and no step "
+                        f"that all {program.limits.ranks} ranks must reach lies between: {one.buffer} {byte_range(one)} and "
+                        f"{two.buffer} {byte_range(two)} share {shared_bytes(one, two):,} bytes; put a barrier between them"
                     )
 
 
@@ -186,8 +186,8 @@ def _check_claims(program: Program, plan: Plan) -> None:
         wanted = (_name(program, begin), _name(program, last), begin + 1, last + 1)
         if (place.first, place.last, place.begin, place.end) != wanted:
             raise PlanRefused(
-                f"the plan says {place.buffer} lives from {place.first} to {place.last}; it lives from {wanted[0]} to {wanted[1]}, steps "
-                f"{wanted[2]} to {wanted[3]}, not {place.begin} to {place.end}"
+                f"the plan says {place.buffer} lives from {place.first} to {place.last}; it lives from {wanted[0]} to "
+                f"{wanted[1]}, steps {wanted[2]} to {wanted[3]}, not {place.begin} to {place.end}"
             )
     check_handovers(program, plan, lives)
     bound = _live_peak(program)

@@ -8,6 +8,7 @@ for; every pair of candidates looked at is compared, and a shrinking one is said
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from palimpsest.core.errors import BadConfig, CapacityError, Unsupported
 from palimpsest.core.spec import KINDS, Limits, Program
@@ -42,7 +43,9 @@ class Budget:
         if self.granularity < 1 or self.granularity & (self.granularity - 1):
             raise BadConfig(f"granularity is {self.granularity} bytes; a power of two is wanted, such as 4KiB or 2MiB")
         if not 0 <= self.reserve < self.memory:
-            raise BadConfig(f"reserve is {self.reserve:,} bytes of a memory of {self.memory:,}; it must leave something to plan with")
+            raise BadConfig(
+                f"reserve is {self.reserve:,} bytes of a memory of {self.memory:,}; it must leave something to plan with"
+            )
 
     @property
     def usable(self) -> int:
@@ -72,7 +75,7 @@ class Fit:
     slots:    the bill by role, largest first
     next_gib: what one more GiB would allow instead of the answer (0 when it was not asked)
     capped:   why the answer is not larger when memory is not the reason
-    cannot:   the fewest buffers that must exist together and exceed the budget, largest first, with their bytes; empty when it fits
+    cannot:   the fewest buffers that must exist together and exceed the budget, largest first, with their bytes
     """
 
     asked: str
@@ -129,8 +132,10 @@ def largest_rows(build: Build, budget: Budget, *, tokens: int, ranks: int, page:
     return search.answer("rows", best, min(best + ranks, tokens), Fraction(1), next_gib=more, capped=capped)
 
 
-def fewest_ranks(build: Build, budget: Budget, *, tokens: int, rows: int, page: int = 64, choices: tuple[int, ...] = RANKS) -> Fit:
-    """The fewest ranks of ``choices`` whose plan fits; counts the model does not allow are skipped. Raises Unsupported for none."""
+def fewest_ranks(
+    build: Build, budget: Budget, *, tokens: int, rows: int, page: int = 64, choices: tuple[int, ...] = RANKS
+) -> Fit:
+    """The fewest ranks of ``choices`` whose plan fits; counts the model refuses are skipped. Raises Unsupported for none."""
     search = _Search(build, budget, lambda k: Limits(Tokens(tokens), Rows(rows), Ranks(k), page))
     allowed = []
     for ranks in sorted(choices):
@@ -223,13 +228,14 @@ class _Search:
 
     def _remark(self, seen: dict[int, int]) -> None:
         ordered = sorted(seen)
-        for one, two in zip(ordered, ordered[1:], strict=False):
+        for one, two in pairwise(ordered):
             if seen[two] < seen[one]:
                 small, large = ({b.name: b.nbytes for b in self.program(k).all_buffers} for k in (one, two))
                 name = max(small, key=lambda n: small[n] - large.get(n, 0))
                 self.notes.append(
-                    f"sizes are not monotone: {self.limits(one)} needs {seen[one]:,} bytes and {self.limits(two)} only {seen[two]:,} "
-                    f"({name} shrinks from {small[name]:,} to {large.get(name, 0):,}); the answer fits, but a larger one may as well"
+                    f"sizes are not monotone: {self.limits(one)} needs {seen[one]:,} bytes and {self.limits(two)} only "
+                    f"{seen[two]:,} ({name} shrinks from {small[name]:,} to {large.get(name, 0):,}); the answer fits, "
+                    f"but a larger one may as well"
                 )
 
     def answer(self, asked: str, k: int, other: int, unit: Fraction, *, next_gib: int = 0, capped: str = "") -> Fit:

@@ -94,7 +94,7 @@ def fold(lifetimes: Lifetimes, pins: tuple[Pin, ...] = (), *, whole: bool = True
     for pin in asked.values():
         if pin.base:
             tied.setdefault(node[pin.base], []).append((node[pin.buffer], pin.offset))
-    bases = {k for k in tied}
+    bases = set(tied)
     loose = {k for nodes in tied.values() for k, _ in nodes}
     problem = Problem(
         members=tuple(map(tuple, classes)),
@@ -123,7 +123,9 @@ def _asked(lifetimes: Lifetimes, pins: tuple[Pin, ...]) -> dict[str, Pin]:
             raise BadConfig(f"{pin.buffer} is pinned twice, to {asked[pin.buffer].offset} and to {pin.offset}")
         align = lifetimes.program.by_name[pin.buffer].align
         if pin.offset < 0 or pin.offset % align:
-            raise BadConfig(f"{pin.buffer} is pinned to offset {pin.offset}; a multiple of its alignment {align}, 0 or more, is wanted")
+            raise BadConfig(
+                f"{pin.buffer} is pinned to offset {pin.offset}; a multiple of its alignment {align}, 0 or more, is wanted"
+            )
         if pin.base and lifetimes.program.by_name[pin.base].align % align:
             raise BadConfig(f"{pin.buffer} (alignment {align}) cannot be pinned to {pin.base}, which has a smaller alignment")
         asked[pin.buffer] = pin
@@ -144,12 +146,15 @@ def _classes(lifetimes: Lifetimes, asked: dict[str, Pin]) -> list[list[str]]:
         own = name if name in asked or name in bases else ""
         roles.setdefault((role_of(name), buffer.nbytes, buffer.align, own), []).append(name)
     rank = {name: k for k, name in enumerate(lifetimes.names)}
+    paired = set(lifetimes.program.histories)
     classes: list[list[str]] = []
     for names in roles.values():
         mine: list[list[str]] = []
         for name in sorted(names, key=lambda n: (lifetimes.ranges[n][0].first, rank[n])):
             for found in mine:
-                if lifetimes.follows(found[-1], name) or all(lifetimes.may_share(other, name) for other in found):
+                # whoever of a class is used last is used after all of it, so it is enough to follow that one
+                last = max(found, key=lambda n: lifetimes.ranges[n][-1].last)
+                if (name not in paired and lifetimes.follows(last, name)) or all(lifetimes.may_share(o, name) for o in found):
                     found.append(name)
                     break
             else:

@@ -98,7 +98,11 @@ class Lifetimes:
             return "one step needs both"
         if self.order.precedes(low, high) and self.fenced(a, b) and self._apart(a, b):
             return f"no step that all {self.program.limits.ranks} ranks must reach lies between them"
-        return "the lives of the two interleave" if self.order.precedes(low, high) else "some schedule runs these two in either order"
+        return (
+            "the lives of the two interleave"
+            if self.order.precedes(low, high)
+            else "some schedule runs these two in either order"
+        )
 
     def follows(self, a: str, b: str) -> bool:
         """Whether ``a`` is over for good before ``b`` begins, in every schedule, with no barrier asked for between them."""

@@ -38,10 +38,10 @@ def lives_of(program: Program) -> dict[str, tuple[Life, ...]]:
     for name in program.outputs:
         if name in touched:
             touched[name].append((len(program.steps), "", False))
-    for name, access in touched.items():
-        if not access:
+    for name, found in touched.items():
+        if not found:
             raise PlanRefused(f"program {program.name}: reusable buffer {name} is declared but no step touches it; remove it")
-    return {name: _lives(access) for name, access in touched.items()}
+    return {name: _lives(found) for name, found in touched.items()}
 
 
 def _lives(access: list[tuple[int, str, bool]]) -> tuple[Life, ...]:
@@ -68,8 +68,8 @@ def check_handovers(program: Program, plan: Plan, lives: dict[str, tuple[Life, .
         found = given.pop((early, late, f"{born}/{start}"), None)
         if found is None or found.stop != stop:
             raise PlanRefused(
-                f"overlap of {early} and {late}: {late} takes bytes [{start:,}, {stop:,}) over at step {born}, and the plan has no "
-                f"certificate of it; plan this program again"
+                f"overlap of {early} and {late}: {late} takes bytes [{start:,}, {stop:,}) over at step {born}, and the plan "
+                f"has no certificate of it; plan this program again"
             )
         _follow(program, at, found, (one, two))
     if given:
@@ -81,7 +81,8 @@ def _actual(plan: Plan, lives: dict[str, tuple[Life, ...]]) -> list[tuple[str, s
     """Every hand-over by the places: lives in the order of their first write, each painted over what held its bytes."""
     places = [place for place in plan.places if place.kind == "reusable"]
     births = sorted(
-        ((life.first, k, place, life) for k, place in enumerate(places) for life in lives[place.buffer]), key=lambda birth: birth[:2]
+        ((life.first, k, place, life) for k, place in enumerate(places) for life in lives[place.buffer]),
+        key=lambda birth: birth[:2],
     )
     canvas: Canvas[tuple[str, Life]] = Canvas()
     found = []
@@ -104,8 +105,8 @@ def _follow(program: Program, at: dict[str, int], handover: Handover, lives: tup
     wanted = sorted(program.steps[position].name for queue, position in one.ends if queue) or ["start"]
     if sorted(chain[0] for chain in handover.chains if chain) != wanted or len(handover.chains) != len(wanted):
         raise PlanRefused(
-            f"{pair}: its chains begin at {[list(c[:1]) for c in handover.chains]}, the last uses of {handover.early} are {wanted}; "
-            f"steps without a chain may run at the same time as {program.steps[two.first].name}"
+            f"{pair}: its chains begin at {[list(c[:1]) for c in handover.chains]}, the last uses of {handover.early} are "
+            f"{wanted}; steps without a chain may run at the same time as {program.steps[two.first].name}"
         )
     for chain in handover.chains:
         if chain[-1] != program.steps[two.first].name:

@@ -1,8 +1,8 @@
 """The legal maximum: prepared sizes are the largest over every legal shape, shown by looking at all of them.
 
-A chunk may have any rows from 1 to the prepared ones and any context in pages up to the prepared one. Rounding to tiles, pages and
-shares makes some smaller shapes ask for more than a formula suggests; where that happens the prepared size is too small. Small limits
-can be enumerated whole, and the formulas are the same at every size.
+A chunk may have any rows from 1 to the prepared ones and any context in pages up to the prepared one. Rounding to tiles, pages
+and shares makes some smaller shapes ask for more than a formula suggests; where that happens the prepared size is too small.
+Small limits can be enumerated whole, and the formulas are the same at every size.
 """
 
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ def prove_maximum(build: Callable[[Limits], Program], limits: Limits, least: int
 
 @dataclass(frozen=True)
 class Reach:
-    """The largest offsets a kernel forms for one buffer: in bytes from the segment's start, in elements inside its largest plane."""
+    """The largest offsets a kernel forms for one buffer: bytes from the segment's start, elements inside its largest plane."""
 
     buffer: str
     byte: int

@@ -59,8 +59,10 @@ def _allocations(lifetimes: Lifetimes, problem: Problem, unit: int) -> tuple[Any
     pinned = first_fit(problem, [k for k in range(len(problem.sizes)) if k not in problem.fixed]).offsets
     spans: list[tuple[Any, Any]] = [*(_spans if lifetimes.order.one_queue else _clocks)(lifetimes, problem)]
     for a, b in itertools.permutations(sorted(problem.fixed), 2):
-        meet = pinned[a] < pinned[b] + align_up(problem.sizes[b], unit) and pinned[b] < pinned[a] + align_up(problem.sizes[a], unit)
-        if pinned[a] % unit or meet and not (_over(spans[a], spans[b]) or _over(spans[b], spans[a])):
+        meet = pinned[a] < pinned[b] + align_up(problem.sizes[b], unit) and pinned[b] < pinned[a] + align_up(
+            problem.sizes[a], unit
+        )
+        if pinned[a] % unit or (meet and not (_over(spans[a], spans[b]) or _over(spans[b], spans[a]))):
             return ()
     return tuple(
         kind(k, align_up(size, unit) // unit, *spans[k], offset=pinned[k] // unit if k in problem.fixed else None)

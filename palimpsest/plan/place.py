@@ -1,8 +1,8 @@
 """Where buffers lie: identical layers folded, our seeded search, then the optional placer when it is above the bound.
 
 Deterministic: the same program gives the same plan on every machine with the same packages, and on every rank; nothing stops by
-the clock, only at the lower bound. Declared histories are placed before everything else, the late one at the lowest offset; whether
-the early one may lie on its first bytes is decided by the order of the steps like for any other pair.
+the clock, only at the lower bound. Declared histories are placed before everything else, the late one at the lowest offset;
+whether the early one may lie on its first bytes is decided by the order of the steps like for any other pair.
 """
 
 from palimpsest.core.errors import BadConfig

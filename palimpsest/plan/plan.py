@@ -136,7 +136,9 @@ class Plan:
                 start, stop = max(early.offset, late.offset), min(early.stop, late.stop)
                 if start < stop:
                     chain = direct.get((early.buffer, late.buffer), (early.last, late.first))
-                    order = f"{chain[0]} before {chain[-1]}" if early.end < late.begin else f"lives that alternate from {late.first}"
+                    order = (
+                        f"{chain[0]} before {chain[-1]}" if early.end < late.begin else f"lives that alternate from {late.first}"
+                    )
                     found.append(Overlap(early.buffer, late.buffer, start, stop, order))
         return tuple(found)
 
@@ -238,6 +240,8 @@ def _fields(tree: Any, where: str, wanted: set[str]) -> dict[str, Any]:
 def _text(value: Any, where: str) -> str:
     if type(value) is not str or len(value) > 1000:
         raise BadConfig(f"plan field {where} is a {type(value).__name__}; a text of at most 1,000 characters is wanted")
+    if not value.isprintable():
+        raise BadConfig(f"plan field {where} is {ascii(value[:40])}; a name has no control characters and no lone surrogates")
     return value
 
 
@@ -258,7 +262,7 @@ def _chains(value: Any, where: str) -> tuple[tuple[str, ...], ...]:
 def _record(kind: Callable[..., T], tree: Any, where: str) -> T:
     types = {f.name: f.type for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values = _fields(tree, where, set(types))
-    read = {int: _size, str: _text}
+    read: dict[Any, Callable[[Any, str], Any]] = {int: _size, str: _text}
     made = kind(**{n: read.get(t, _chains)(values[n], f"{where}.{n}") for n, t in types.items()})
     if values.get("kind", "reusable") not in KINDS:
         raise BadConfig(f"plan field {where}.kind is {values['kind'][:40]!r}; kinds are {', '.join(KINDS)}")

@@ -51,8 +51,8 @@ def _needs(canvas: Canvas[tuple[Place, str]], place: Place, step: str, access: s
     if not foreign:
         return Fault(
             0,
-            f"step {step} {access}s {place.buffer} {byte_range(place)}, of which {place.nbytes - own:,} bytes were never written; "
-            f"write {place.buffer} first or name it among the program's inputs",
+            f"step {step} {access}s {place.buffer} {byte_range(place)}, of which {place.nbytes - own:,} bytes were never "
+            f"written; write {place.buffer} first or name it among the program's inputs",
         )
     size, owner, by = max(foreign.values(), key=lambda item: item[0])
     return Fault(
@@ -109,7 +109,8 @@ def unordered(program: Program, plan: Plan) -> list[Fault]:
     """
     if len({step.queue for step in program.steps}) < 2:
         return []
-    clocks, faults = clocks_of(program), {}
+    clocks = clocks_of(program)
+    faults: dict[tuple[Touch, Touch], Fault] = {}
     places = {place.buffer: place for place in plan.places}
     cells = _cells(plan)
     latest: dict[tuple[str, int], dict[str, Touch]] = {}
@@ -132,7 +133,7 @@ def unordered(program: Program, plan: Plan) -> list[Fault]:
 
 def _cells(plan: Plan) -> dict[str, range]:
     """The bytes of each segment cut wherever a buffer begins or ends: buffer -> numbers of its pieces."""
-    found = {}
+    found: dict[str, range] = {}
     for segment in plan.segments:
         inside = [place for place in plan.places if place.kind == segment.kind]
         edges = sorted({edge for place in inside for edge in (place.offset, place.stop)})

@@ -68,8 +68,8 @@ def renamed(program: Program, prefix: str, kept: Iterable[str] = SHARED) -> Prog
 def interleaved(first: Program, second: Program, *, own_queues: bool = False, turn: int = 1) -> Program:
     """Two requests of one model: ``turn`` steps of the first (``a.``), then of the second (``b.``), and so on.
 
-    Weights and tables are the same bytes for both. On one queue the interleaving is the schedule; with ``own_queues`` each request
-    has its queues for itself and only what it declares orders it. Raises BadConfig for different limits.
+    Weights and tables are the same bytes for both. On one queue the interleaving is the schedule; with ``own_queues`` each
+    request has its queues for itself and only what it declares orders it. Raises BadConfig for different limits.
     """
     if first.limits != second.limits:
         raise BadConfig(f"two requests of one program need one set of limits; these have {first.limits} and {second.limits}")

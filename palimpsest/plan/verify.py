@@ -1,7 +1,7 @@
 """``palimpsest verify plan.json``: every range, size and certificate of a plan file, with the standard library alone.
 
-Imports nothing of palimpsest and trusts nothing of the planner: the file carries the program (buffers and steps) and the plan, and
-every statement of the plan is derived again from the program. The file alone also runs: ``python verify.py plan.json``.
+Imports nothing of palimpsest and trusts nothing of the planner: the file carries the program (buffers and steps) and the plan,
+and every statement of the plan is derived again from the program. The file alone also runs: ``python verify.py plan.json``.
 """
 
 import hashlib
@@ -9,9 +9,9 @@ import json
 import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FILE_FORMAT, PLAN_FORMAT = "palimpsest-plan-file-1", "palimpsest-plan-2"
 LONGEST_FILE = 256 << 20
@@ -63,23 +63,21 @@ class Refusal(ValueError):
 
 def verify_plan_file(path: str | Path) -> PlanReport:
     """The report on a plan file, as ``palimpsest plan --output`` writes it. Never raises for a bad file: the report says so."""
-    report = PlanReport(str(path))
     try:
         file = Path(path)
         if file.stat().st_size > LONGEST_FILE:
             raise Refusal(f"the file has {file.stat().st_size:,} bytes; the longest allowed is {LONGEST_FILE:,}")
         tree = json.loads(file.read_text("utf-8"), object_pairs_hook=_unique, parse_float=_no_float, parse_constant=_no_float)
-        _verify(_object(tree, "file", ("format", "program", "plan")), report)
     except OSError as error:
-        report.faults.append(f"cannot read the file: {error.strerror or error}")
+        return PlanReport(str(path), faults=[f"cannot read the file: {error.strerror or error}"])
     except (ValueError, RecursionError) as error:
-        report.faults.append(str(error)[:500])
-    return report
+        return PlanReport(str(path), faults=[str(error)[:500]])
+    return verify_tree(tree, str(path))
 
 
-def verify_tree(tree: dict[str, Any]) -> PlanReport:
+def verify_tree(tree: Any, path: str = "(memory)") -> PlanReport:
     """The report on a parsed plan file."""
-    report = PlanReport("(memory)")
+    report = PlanReport(path)
     try:
         _verify(_object(tree, "file", ("format", "program", "plan")), report)
     except (ValueError, RecursionError) as error:
@@ -87,16 +85,14 @@ def verify_tree(tree: dict[str, Any]) -> PlanReport:
     return report
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(NamedTuple):
     name: str
     kind: str
     nbytes: int
     align: int
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     name: str
     queue: str
     scope: str
@@ -104,8 +100,7 @@ class Step:
     access: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True)
-class Life:
+class Life(NamedTuple):
     """One life of a buffer: positions of its accesses, ascending; -1 is the start and the number of steps is the end."""
 
     accesses: tuple[int, ...]
@@ -141,7 +136,7 @@ class _Checker:
     """One program and one plan, read strictly; ``run`` appends every untrue statement to ``faults``."""
 
     def __init__(self, program: dict[str, Any], plan: dict[str, Any], faults: list[str]):
-        self.program, self.plan, self.faults, self.links = program, plan, faults, 0
+        self.program, self.plan, self.faults, self.say, self.links = program, plan, faults, faults.append, 0
         self.steps = [_step(item) for item in _list(program["steps"], "steps")]
         self.at = {step.name: i for i, step in enumerate(self.steps)}
         self.buffers = _buffers(program, self.steps)
@@ -156,7 +151,9 @@ class _Checker:
         segments = [_object(s, "segment", ("kind", "nbytes")) for s in _list(plan["segments"], "segments")]
         self.segments = {_text(s["kind"], "segment"): _count(s["nbytes"], "segment") for s in segments}
         self.pins = [_object(p, "pin", ("buffer", "offset", "base")) for p in _list(plan["pins"], "pins")]
-        self.given = [_object(h, "hand-over", ("early", "late", "start", "stop", "chains")) for h in _list(plan["handovers"], "handovers")]
+        self.given = [
+            _object(h, "hand-over", ("early", "late", "start", "stop", "chains")) for h in _list(plan["handovers"], "handovers")
+        ]
 
     def run(self) -> None:
         self._statements()
@@ -167,9 +164,6 @@ class _Checker:
                 self._handovers(lives)
                 self._histories(lives)
                 self._bound()
-
-    def say(self, text: str) -> None:
-        self.faults.append(text)
 
     def _references(self) -> None:
         for i, step in enumerate(self.steps):
@@ -222,11 +216,13 @@ class _Checker:
                 self.say(f"{name} is pinned to {wanted:,} and does not lie there")
 
     def _ranges(self) -> bool:
-        """Every buffer once, with its size and alignment, inside the segment of its kind. False stops: nothing else can be checked."""
+        """Every buffer once, with its size and alignment, inside the segment of its kind. False stops the rest."""
         before = len(self.faults)
         if len(self.places) != len(self.plan["places"]) or set(self.places) != set(self.buffers):
             missing, extra = sorted(set(self.buffers) - set(self.places))[:4], sorted(set(self.places) - set(self.buffers))[:4]
-            self.say(f"the plan must place every buffer once: missing {missing}, unknown {extra}, {len(self.plan['places'])} places")
+            self.say(
+                f"the plan must place every buffer once: missing {missing}, unknown {extra}, {len(self.plan['places'])} places"
+            )
             return False
         stops: dict[str, int] = {}
         widest: dict[str, int] = {}
@@ -266,13 +262,13 @@ class _Checker:
         for name in self.program["outputs"]:
             touched[name][len(self.steps)] = {"read"}
         lives = {}
-        for name, access in touched.items():
-            self._race(name, access)
+        for name, found in touched.items():
+            self._race(name, found)
             if self.buffers[name].kind == "reusable":
-                if not access or access[min(access)] != {"write"}:
+                if not found or found[min(found)] != {"write"}:
                     self.say(f"{name} is read before any step has written it, or never used")
                     continue
-                lives[name] = _split(access)
+                lives[name] = _split(found)
                 self._claim(name, lives[name][0].first, lives[name][-1].last)
             else:
                 self._claim(name, -1, len(self.steps))
@@ -302,7 +298,10 @@ class _Checker:
         for item in self.given:
             chains = [[_text(n, "chain") for n in _list(chain, "chain")] for chain in _list(item["chains"], "chains")]
             born = chains[0][-1] if chains and chains[0] else ""
-            names, span = [_text(item[k], "hand-over") for k in ("early", "late")], [_count(item[k], "hand-over") for k in ("start", "stop")]
+            names, span = (
+                [_text(item[k], "hand-over") for k in ("early", "late")],
+                [_count(item[k], "hand-over") for k in ("start", "stop")],
+            )
             key = (names[0], names[1], span[0], span[1], born)
             if key in given:
                 self.say(f"the hand-over from {key[0]} to {key[1]} at {born} is certified twice")
@@ -324,10 +323,10 @@ class _Checker:
             held = [*kept, (start, stop, name, life)]
             for (holder, _), spans in under.items():
                 key = (holder, name, min(s[0] for s in spans), max(s[1] for s in spans), self._name(life.first))
-                chains = given.pop(key, None)
-                if chains is None:
+                orders = given.pop(key, None)
+                if orders is None:
                     self.say(f"{name} takes bytes [{key[2]:,}, {key[3]:,}) of {holder} at step {key[4]} without a certificate")
-                self._follow((holder, spans[0][2]), (name, life), chains or [])
+                self._follow((holder, spans[0][2]), (name, life), orders or [])
         for key in given:
             self.say(f"a certificate hands bytes from {key[0]} to {key[1]}, and the places do not")
 
@@ -336,12 +335,16 @@ class _Checker:
         (name, one), (other, two) = early, late
         pair = f"hand-over from {name} to {other}"
         if one.last >= two.first:
-            self.say(f"{pair}: step {self._name(two.first)} writes {other} before step {self._name(one.last)} uses {name} for the last time")
+            self.say(
+                f"{pair}: step {self._name(two.first)} writes {other} before {self._name(one.last)} uses {name} for the last time"
+            )
             return
         last = {self.steps[a].queue: a for a in one.accesses if a >= 0}
         wanted = sorted(self.steps[a].name for a in last.values()) or ["start"]
         if sorted(chain[0] for chain in chains if chain) != wanted:
-            self.say(f"{pair}: steps {wanted} use {name} last, and nothing orders all of them before step {self._name(two.first)}")
+            self.say(
+                f"{pair}: steps {wanted} use {name} last, and nothing orders all of them before step {self._name(two.first)}"
+            )
             return
         for chain in chains:
             if chain[-1] != self._name(two.first):
@@ -369,8 +372,8 @@ class _Checker:
                 x, y = (one, two) if one.first < two.first else (two, one)
                 if not any(all(self.ordered(p, k) for p in x.accesses) and self.ordered(k, y.first) for k in fences):
                     self.say(
-                        f"step {self._name(y.first)} writes bytes that step {self._name(x.last)} uses on another of {self.ranks} ranks "
-                        f"({early} and {late} share {shared:,} bytes), and no step that all ranks reach lies between"
+                        f"step {self._name(y.first)} writes bytes that step {self._name(x.last)} uses on another of {self.ranks} "
+                        f"ranks ({early} and {late} share {shared:,} bytes), and no step that all ranks reach lies between"
                     )
 
     def _bound(self) -> None:
@@ -427,7 +430,9 @@ def _buffers(program: dict[str, Any], steps: list[Step]) -> dict[str, Buffer]:
     """Declared buffers with sizes from their planes, then the scratch of each step."""
     found: dict[str, Buffer] = {}
     items = [_object(item, "buffer", ("name", "kind", "planes", "align")) for item in _list(program["buffers"], "buffers")]
-    made = [Buffer(_text(b["name"], "buffer name"), _text(b["kind"], "kind"), _size(b), _count(b["align"], "align")) for b in items]
+    made = [
+        Buffer(_text(b["name"], "buffer name"), _text(b["kind"], "kind"), _size(b), _count(b["align"], "align")) for b in items
+    ]
     scratch = [(s["name"], s["scratch"]) for s in program["steps"] if s["scratch"]]
     made += [Buffer(f"{name}.scratch", "reusable", nbytes, SCRATCH_ALIGN) for name, nbytes in scratch]
     for buffer in made:
@@ -440,14 +445,9 @@ def _buffers(program: dict[str, Any], steps: list[Step]) -> dict[str, Buffer]:
 
 
 def _size(buffer: dict[str, Any]) -> int:
-    total = 0
-    for item in _list(buffer["planes"], "planes"):
-        plane = _object(item, "plane", ("dtype", "shape"))
-        nbytes = ITEM_BYTES.get(_text(plane["dtype"], "dtype"), 0)
-        for extent in _list(plane["shape"], "shape"):
-            nbytes *= _count(extent, "extent")
-        total += nbytes
-    return total
+    planes = [_object(item, "plane", ("dtype", "shape")) for item in _list(buffer["planes"], "planes")]
+    counts = [prod(_count(extent, "extent") for extent in _list(plane["shape"], "shape")) for plane in planes]
+    return sum(n * ITEM_BYTES.get(_text(plane["dtype"], "dtype"), 0) for n, plane in zip(counts, planes, strict=True))
 
 
 def _digest(tree: Any) -> str:

@@ -1,6 +1,7 @@
 """Turn what the ranks returned into the value of record.json: facts in one place, the verdict by the algebra, nothing else decided here."""
 
 import hashlib
+import json
 import re
 import sys
 from dataclasses import asdict
@@ -11,10 +12,13 @@ import torch
 
 from palimpsest import recipes
 from palimpsest.core.canon import digest, plain
+from palimpsest.core.spec import Step
+from palimpsest.prove import foreign
 from palimpsest.prove import record as facts
 from palimpsest.prove.cases import Case, audited_rows
 from palimpsest.prove.evidence import file_digest
 from palimpsest.prove.gates import ABSENT, GATES, combine, worse
+from palimpsest.prove.foreign_run import spilled
 from palimpsest.prove.rank_setup import Setup
 from palimpsest.prove.schema import RECORD_SCHEMA
 
@@ -30,7 +34,8 @@ def assemble(
     """(record without the run's own names, flag lines, tie certificates). ``results`` is empty when the ranks failed."""
     flags = sorted((f for r in results for f in r["flags"]), key=_flag_order)
     ranks = [r["facts"] for r in results]
-    certificates = [c for r in results for c in r["certificates"]]
+    certificates = [c for r in results for c in r["certificates"]] + _spilled(setup)
+    kernels = foreign.load_all(setup.job.kernels)
     selecting = max((r["rows_selecting"] for r in ranks), default=0)
     gates = "ERROR" if failure is not None else combine(f["verdict"] for f in flags)
     if failure is None and not selecting:
@@ -41,9 +46,10 @@ def assemble(
     tree: Tree = {
         "schema": RECORD_SCHEMA,
         "run_id": run_id,
-        "claim": facts.CLAIM.format(layer=setup.job.layer, name=g.name, ranks=p.ranks),
+        "claim": facts.CLAIM.format(layer=setup.job.layer, name=g.name, ranks=p.ranks) + foreign.claim(setup.job.kernels),
         "non_claims": list(facts.NON_CLAIMS),
-        "gates": list(GATES),
+        "gates": foreign.gates_of(kernels),
+        "kernels": [k.facts(s.name for s in setup.program.steps if s.op == op) for op, k in sorted(kernels.items())],
         "gates_absent": list(ABSENT),
         "source": source,
         "checkpoint": _checkpoint(setup, synthetic),
@@ -52,6 +58,7 @@ def assemble(
         "profile": p.name,
         "engine": setup.job.engine,
         "facts": {name: value for name, value in plain(dict(setup.program.facts)).items()},
+        "steps": steps,
         "plan": {name: facts.arrangement_facts(plan, steps) for name, plan in setup.plans.items()},
         "machine": facts.machine_facts(),
         "libraries": facts.library_facts(),
@@ -61,6 +68,10 @@ def assemble(
         "allocation": _allocation(setup, ranks),
         "selection": _selection(flags, certificates, selecting),
         "output": _output(flags),
+        "density": _summed([r["extras"]["density"] for r in results]),
+        "power": _summed([r["extras"]["power"] for r in results]),
+        "capacity": results[0]["extras"]["capacity"] if results else {},
+        "schedule": [_step(step) for step in setup.program.steps],
         "sparse": {"layers": [setup.job.layer], "rows_selecting": selecting},
         "bytes": _bytes(setup),
         "lint": {"files": ranks[0]["lint_files"] if ranks else 0},
@@ -74,8 +85,31 @@ def assemble(
     return tree, flags, certificates
 
 
+def _step(step: Step) -> Tree:
+    """Who touches what, for a reader that knows no program; an update is both."""
+    found = {kind: sorted({name for access, name in step.accesses() if access in (kind, "update")}) for kind in ("read", "write")}
+    return {"name": step.name, "phase": step.phase, "scope": step.scope, "reads": found["read"], "writes": found["write"]}
+
+
+def _summed(parts: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
+    """Case -> counts, all ranks together."""
+    made: dict[str, dict[str, int]] = {}
+    for part in parts:
+        for case, counts in part.items():
+            for name, value in counts.items():
+                made.setdefault(case, {}).setdefault(name, 0)
+                made[case][name] += value
+    return made
+
+
 def _flag_order(flag: Tree) -> tuple[str, int, int]:
     return flag["case"], flag["rank"], list(GATES).index(flag["gate"])
+
+
+def _spilled(setup: Setup) -> list[Tree]:
+    """Certificates that ranks left in the run's private folder."""
+    paths = [spilled(Path(setup.job.workdir), rank) for rank in range(setup.profile.ranks)]
+    return [json.loads(line) for path in paths if path.is_file() for line in path.read_text().splitlines()]
 
 
 def _checkpoint(setup: Setup, synthetic: bool) -> Tree:
@@ -176,11 +210,13 @@ def _allocation(setup: Setup, ranks: list[Tree]) -> Tree:
 
 
 def _selection(flags: list[Tree], certificates: list[Tree], selecting: int) -> Tree:
-    members = [m["class"] for c in certificates for m in c["certificate"]["members"]]
+    changed = [c for c in certificates if c["between"] == ["base", "alias"]]
+    members = [m["class"] for c in changed for m in c["certificate"]["members"]]
     return {
         "rows_selecting": selecting,
         "rows_compared": sum(f["n_checked"] for f in flags if f["gate"] == "K4"),
-        "rows_changed": len(certificates),
+        "rows_changed": len(changed),
+        "rows_reordered": len(certificates) - len(changed),
         "exact_tie": members.count("exact_tie"),
         "rounded_tie": members.count("rounded_tie"),
         "exact_scores": sum(f["n_checked"] for f in flags if f["gate"] == "K3"),

@@ -7,14 +7,15 @@ A6 replays small mixed chunks; A4 runs those replays with the address space capp
 import mmap
 import resource
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from palimpsest.core.spec import Program
 from palimpsest.core.units import align_up
 from palimpsest.plan.plan import Plan
-from palimpsest.prove.gates import Sheet
+from palimpsest.prove.gates import Cell, Sheet
 from palimpsest.run.arena import PAGE, Arena
-from palimpsest.run.meters import Counters, changes, counters
+from palimpsest.run.meters import changes, counters
 
 #: context lengths of A5: two whose histories are no multiples of 2 MiB, and the largest
 LENGTHS = (4096, 65_536, 1 << 20)
@@ -23,7 +24,7 @@ SOAK_REPLAYS, SOAK_WINDOWS = 100, 4
 #: units of A4: the capped replays ran; a late mapping failed; the cap is gone afterwards
 CAP_UNITS = 3
 #: what Python's own small objects may still map under the cap: arenas of its allocator
-_HEADROOM = 4 << 20
+HEADROOM = 4 << 20
 
 
 def lengths(topk: int) -> tuple[int, ...]:
@@ -77,12 +78,15 @@ def address_space() -> int:
 
 
 class Cap:
-    """While it is open this process's address space cannot grow beyond what it has now and Python's own headroom."""
+    """While it is entered this process's address space cannot grow by more than ``headroom``. The limit to restore is read when it is made."""
+
+    def __init__(self, headroom: int):
+        self.headroom = headroom
+        self._old = resource.getrlimit(resource.RLIMIT_AS)
 
     def __enter__(self) -> "Cap":
-        self._old = resource.getrlimit(resource.RLIMIT_AS)
         hard = self._old[1]
-        wanted = address_space() + _HEADROOM
+        wanted = address_space() + self.headroom
         resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
         return self
 
@@ -99,43 +103,62 @@ def late_mapping(nbytes: int) -> bool:
     return True
 
 
-def late_arena(arena: Arena) -> bool:
-    """Whether the arena's backend still hands out a segment: another view of the largest one."""
-    largest = max(arena.segments, key=lambda kind: arena.segments[kind].mapped)
-    return late_mapping(max(arena.segments[largest].mapped, 2 * _HEADROOM))
+def largest(arena: Arena) -> int:
+    """Mapped bytes of the largest segment."""
+    return max(segment.mapped for segment in arena.segments.values())
 
 
-def soak(sheet: Sheet, arena: Arena, replay: Callable[[int], None], meet: Callable[[str], None]) -> None:
-    """A4 and A6: the replays under the cap, in windows; ``replay(n)`` runs the n-th, ``meet`` joins all ranks.
+@dataclass(frozen=True)
+class Soak:
+    """The parts of a soak: ``replay(n)`` runs the n-th chunk of ``kinds`` in turn, ``meet`` joins all ranks.
 
-    A window must leave the mappings, their proportional size and the large heap mappings as they were. Heap bytes in use move with
-    Python's own objects: growth in every single window is a leak.
+    alone:      heap counters are this rank's own
+    allocating: foreign kernels may take memory of their own; the cap then leaves room for as much as the largest segment
     """
-    cell, each = sheet.cell("A6"), SOAK_REPLAYS // SOAK_WINDOWS
-    capped = sheet.cell("A4")
-    for number in range(each):  # what the first small chunks leave in Python's own caches is not a leak
-        replay(number)
-    meet("soak warm")
-    readings: list[Counters] = []
-    with Cap():
-        meet("soak capped")
-        readings.append(counters(arena))
-        for window in range(SOAK_WINDOWS):
-            for number in range(each):
-                replay(window * each + number)
-            meet(f"soak window {window}")
-            readings.append(counters(arena))
-            moved = changes(readings[-2], readings[-1])
-            cell.check(not moved, each, f"replays {window * each}..{(window + 1) * each - 1}: {moved[0] if moved else ''}")
-        capped.passed(1)
-        capped.check(not late_arena(arena), 1, "a mapping of the largest segment's size succeeded under the cap")
-        meet("soak done")
-    capped.check(late_mapping(2 * _HEADROOM), 1, "nothing can be mapped after the cap was lifted")
-    grown = leak([r.heap_used for r in readings])
-    cell.check(not grown, 1, f"heap bytes in use grew in each of {SOAK_WINDOWS} windows of {each} replays: {[r.heap_used for r in readings]}")
+
+    arena: Arena
+    replay: Callable[[int], None]
+    meet: Callable[[str], None]
+    kinds: int
+    alone: bool
+    allocating: bool
+
+    def run(self, sheet: Sheet) -> None:
+        """A4 and A6: the replays under the cap, in windows.
+
+        A window must leave the mappings, their proportional size and the large heap mappings as they were. Heap bytes in use move with
+        Python's own objects: growth in every single window is a leak.
+        """
+        each, capped, cell = SOAK_REPLAYS // SOAK_WINDOWS, sheet.cell("A4"), sheet.cell("A6")
+        for number in range(self.kinds):  # what the first small chunks leave in Python's own caches is not a leak
+            self.replay(number)
+        headroom = largest(self.arena) if self.allocating else HEADROOM
+        cap = Cap(headroom)
+        self.meet("soak warm")
+        with cap:
+            self.meet("soak capped")
+            used = [self._window(cell, window, each) for window in range(SOAK_WINDOWS)]
+            capped.passed(1)
+            late = max(largest(self.arena), 2 * headroom)
+            capped.check(not late_mapping(late), 1, f"a mapping of {late} bytes succeeded under the cap")
+            self.meet("soak done")
+        self.meet("soak uncapped")
+        capped.check(late_mapping(2 * headroom), 1, "nothing can be mapped after the cap was lifted")
+        grown = self.alone and leak(used)
+        cell.check(not grown, 1, f"heap bytes in use grew in each of {SOAK_WINDOWS} windows of {each} replays, at last by {used[-1]}")
+
+    def _window(self, cell: Cell, window: int, each: int) -> int | None:
+        """Heap bytes in use that the window added."""
+        before = counters(self.arena)
+        for number in range(window * each, (window + 1) * each):
+            self.replay(number)
+        self.meet(f"soak window {window}")
+        after = counters(self.arena)
+        moved = changes(before, after) if self.alone else []
+        cell.check(not moved, each, f"replays {window * each}..{(window + 1) * each - 1}: {moved[0] if moved else ''}")
+        return None if before.heap_used is None or after.heap_used is None else after.heap_used - before.heap_used
 
 
-def leak(used: list[int | None]) -> bool:
-    """Whether every window ended with more heap bytes in use than it began with."""
-    known = [value for value in used if value is not None]
-    return len(known) == len(used) > 1 and all(after > before for before, after in zip(known, known[1:], strict=False))
+def leak(grown: list[int | None]) -> bool:
+    """Whether every window added heap bytes in use."""
+    return bool(grown) and all(value is not None and value > 0 for value in grown)

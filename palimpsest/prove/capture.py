@@ -62,6 +62,7 @@ class Observation:
     """Private copies of one replay. Arrays of raw bytes are u8 [rows, bytes of a row].
 
     first_row, own: of the chunk, the rows this rank selects for; prepared: rows of a full chunk
+    ranked: whether the selector shows its scores; twins: per compared foreign step, what differs from the engine ("" for nothing) and bytes compared
     """
 
     history: int
@@ -82,6 +83,8 @@ class Observation:
     copies: dict[str, Bytes] = field(default_factory=dict)
     scores: dict[int, RowScores] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
+    ranked: bool = True
+    twins: list[tuple[str, int]] = field(default_factory=list)
     poisoned: int = 0
     overwritten: int = 0
     early_damage: Span | None = None
@@ -117,9 +120,14 @@ class Watch:
     plant:  writes the case's planted bytes after the step that would have produced them
     block:  judges finished blocks of score rows
     alone:  this rank has the process for itself, so that heap counters are its own
+    selected: called when the selection step is over; allocating: steps that may take memory (foreign kernels)
     """
 
-    def __init__(self, session: Session, caches: Caches, log: ScoreLog, *, observation: Observation, plant: Plant, block: Block, alone: bool):
+    def __init__(
+        self, session: Session, caches: Caches, log: ScoreLog, *, observation: Observation, plant: Plant, block: Block, alone: bool,
+        selected: Callable[[], None] | None = None, allocating: frozenset[str] = frozenset(),
+    ):  # fmt: skip
+        self.selected, self.allocating = selected, allocating | {"index_select"}
         self.session, self.arena, self.caches, self.log = session, session.arena, caches, log
         self.observation, self.plant, self.alone = observation, plant, alone
         self.facts = dict(session.program.facts)
@@ -170,6 +178,8 @@ class Watch:
         elif step.name == "index_select":
             o.scores, o.complaints = dict(self.log.rows), list(self.log.complaints)
             self._keep("local_ids", "local_counts")
+            if self.selected is not None:
+                self.selected()
         elif step.name == "gather_latent":
             o.latent = self._compare("latent_cache", "latent_history")
         elif step.name == "sparse_attend":
@@ -185,10 +195,13 @@ class Watch:
             self.log.tile(data["row"], data["start"], data["scores"])
         elif event == "selected":
             self.log.finish()
+        elif event == "twin":
+            text = data["bad"] and f"step {step.name}: {data['bad']}"
+            self.observation.twins.append((text, data["nbytes"]))
 
     def _check_heap(self, step: Step) -> None:
         now = heap_bytes() if self._heap else None
-        if self._heap and now and now[0] != self._heap[0] and step.name != "index_select":
+        if self._heap and now and now[0] != self._heap[0] and step.name not in self.allocating:
             self.observation.allocated.append(f"step {step.name}: bytes in large heap mappings went from {self._heap[0]} to {now[0]}")
 
     def _keep(self, *names: str) -> None:

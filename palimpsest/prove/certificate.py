@@ -23,32 +23,45 @@ _FIELDS: dict[str, type] = {
 }
 _MEMBER: dict[str, type] = {"id": int, "mantissa": int, "exponent": int, "sha256": str, "bits": str, "class": str}
 _ROUNDING = {"head": int, "score": int, "dot": int}
+#: bounds of what a stranger's certificate makes the checker compute: heads, dims and powers of two; and unit roundoffs
+_MOST, _MOST_ROUNDING = 4096, 256
 
 
-def float_bits(bits: int) -> Fraction:
-    """The number of fp32 ``bits``. Raises ValueError for infinities and NaN."""
+def _float_units(bits: int) -> int:
+    """fp32 ``bits`` as a whole number of 2**-149. Raises ValueError for infinities and NaN."""
     sign, exponent, fraction = bits >> 31, bits >> 23 & 255, bits & 0x7FFFFF
     if exponent == 255:
         raise ValueError(f"fp32 bits {bits:08x} are not finite")
     units = fraction if exponent == 0 else (fraction | 0x800000) << (exponent - 1)
-    return Fraction(-units if sign else units, 1 << 149)
+    return -units if sign else units
 
 
-def byte_value(code: int) -> Fraction:
-    """The number of an e4m3 code. Raises ValueError for NaN."""
+def _byte_units(code: int) -> int:
+    """An e4m3 code as a whole number of 2**-9. Raises ValueError for NaN."""
     sign, exponent, fraction = code >> 7, code >> 3 & 15, code & 7
     if code & 127 == 127:
         raise ValueError(f"e4m3 code {code:02x} is NaN")
     units = fraction if exponent == 0 else (fraction + 8) * 2 ** (exponent - 1)
-    return Fraction(-units if sign else units, 512)
+    return -units if sign else units
 
 
-def _words(raw: bytes) -> list[Fraction]:
-    return [float_bits(int.from_bytes(raw[i : i + 4], "little")) for i in range(0, len(raw), 4)]
+def float_bits(bits: int) -> Fraction:
+    """The number of fp32 ``bits``. Raises ValueError for infinities and NaN."""
+    return Fraction(_float_units(bits), 1 << 149)
 
 
-def _vector(raw: bytes, format: str) -> list[Fraction]:
-    return [byte_value(c) for c in raw] if format == "fp8" else _words(raw)
+def byte_value(code: int) -> Fraction:
+    """The number of an e4m3 code. Raises ValueError for NaN."""
+    return Fraction(_byte_units(code), 1 << 9)
+
+
+def _words(raw: bytes) -> list[int]:
+    return [_float_units(int.from_bytes(raw[i : i + 4], "little")) for i in range(0, len(raw), 4)]
+
+
+def _vector(raw: bytes, format: str) -> list[int]:
+    """Stored values as whole numbers of 2**-9 (fp8) or 2**-149 (fp32)."""
+    return [_byte_units(c) for c in raw] if format == "fp8" else _words(raw)
 
 
 class _Row:
@@ -65,6 +78,7 @@ class _Row:
         values = _vector(query, self.format)
         self.query = [values[h * self.dim : (h + 1) * self.dim] for h in range(self.heads)]
         self.weights = _words(weights)
+        self.unit = 2 * (9 if self.format == "fp8" else 149) + 149
         self.record_bytes = self.dim * element + (4 if self.format == "fp8" else 0)
         self.rounding = cert["rounding"]
 
@@ -74,15 +88,16 @@ class _Row:
             raise ValueError(f"an index record has {len(record)} bytes, {self.record_bytes} expected")
         body = self.dim if self.format == "fp8" else 4 * self.dim
         key = _vector(record[:body], self.format)
-        scale = _words(record[body:])[0] if self.format == "fp8" else Fraction(1)
-        score = mass = spread = Fraction(0)
+        scale = Fraction(_words(record[body:])[0], 1 << 149) if self.format == "fp8" else Fraction(1)
+        score = mass = spread = 0
         for weight, query in zip(self.weights, self.query, strict=True):
             terms = [a * b for a, b in zip(query, key, strict=True)]
-            hit = max(Fraction(0), sum(terms, Fraction(0)))
+            hit = max(0, sum(terms))
             score += weight * hit
             mass += abs(weight) * hit
-            spread += abs(weight) * sum((abs(t) for t in terms), Fraction(0))
-        return score * scale, mass * abs(scale), spread * abs(scale)
+            spread += abs(weight) * sum(map(abs, terms))
+        unit = scale / (1 << self.unit)
+        return score * unit, mass * abs(unit), spread * abs(unit)
 
     def error(self, score: Fraction, mass: Fraction, spread: Fraction) -> Fraction:
         """How far a deployed score may lie from s*, by the rounding exponents of the certificate (bounds.py derives the
@@ -110,9 +125,18 @@ def _shape_faults(cert: Any) -> list[str]:
         faults.append("only_base and only_alias must hold ids")
     if cert["schema"] != SCHEMA:
         faults.append(f"schema is {cert['schema']!r}, expected {SCHEMA!r}")
-    if cert["format"] not in ("fp8", "fp32") or cert["heads"] < 1 or cert["dim"] < 1:
-        faults.append("format must be fp8 or fp32, heads and dim positive")
-    return faults
+    if cert["format"] not in ("fp8", "fp32") or not 1 <= cert["heads"] <= _MOST or not 1 <= cert["dim"] <= _MOST:
+        faults.append(f"format must be fp8 or fp32, heads and dim between 1 and {_MOST}")
+    return faults or _power_faults(cert)
+
+
+def _power_faults(cert: dict[str, Any]) -> list[str]:
+    """Exponents that no score of finite fp32 factors has: 2 to their power would fill the memory before it is compared."""
+    if any(value < -_MOST_ROUNDING for value in cert["rounding"].values()):
+        return [f"a rounding exponent lies below -{_MOST_ROUNDING}"]
+    if any(abs(entry["exponent"]) > _MOST for entry in (cert["kth"], *cert["members"])):
+        return [f"a score's exponent lies beyond +-{_MOST}"]
+    return []
 
 
 def _count_faults(cert: dict[str, Any]) -> list[str]:

@@ -6,17 +6,17 @@ a block, the exponential's last bit), which is far less than a worst-case bound 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from palimpsest.prove.bounds import U64, Arithmetic, compound
+from palimpsest.prove.bounds import TINY32, U32, U64, Arithmetic, compound
 from palimpsest.prove.exact import decode_bf16
 from palimpsest.prove.oracle import AttentionTruth, LatentFormat, decode_latent
 
 F64 = NDArray[np.float64]
 Pair = tuple[F64, F64]
+Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,10 @@ class Enclosure:
 def enclose(records: NDArray[np.uint8], query: F64, layout: LatentFormat, *, softmax_scale: float, model: Arithmetic) -> Enclosure:
     """The interval of every coordinate of one row over its records in emitted order; query [heads, dim] exact values.
 
-    Follows engines that keep the whole row's logits and add whole blocks in order (``model.block`` > 0, not ``online``); for others the
-    interval is the line, which says nothing and is recorded as no power.
+    For engines it cannot follow the interval is the line, which says nothing and is recorded as no power.
     """
     heads, lora = len(query), layout.kv_lora
-    if not model.block or model.online:
+    if not follows(model):
         return Enclosure(np.full((heads, lora), -np.inf), np.full((heads, lora), np.inf), 0)
     keys, dequant = decode_latent(records, layout)
     low, high = np.empty((heads, lora)), np.empty((heads, lora))
@@ -43,6 +42,11 @@ def enclose(records: NDArray[np.uint8], query: F64, layout: LatentFormat, *, sof
         p = _probabilities(keys, query[head], softmax_scale, model, dequant, layout.dim)
         low[head], high[head] = _context(p, keys[:, :lora], model, dequant)
     return Enclosure(low, high, unique_bf16(low, high))
+
+
+def follows(model: Arithmetic) -> bool:
+    """Whether the engine keeps a row's logits, stores fp32 probabilities, adds whole blocks in order, and divides with one rounding."""
+    return bool(model.block) and not model.online and model.p_u == 0 and max(model.logit_u, model.div_u) <= U32
 
 
 def unique_bf16(low: F64, high: F64) -> int:
@@ -56,12 +60,9 @@ def _bf16(values: F64) -> F64:
     return decode_bf16(rounded.view(np.uint8).reshape(*values.shape[:-1], -1))
 
 
-def _down(values: F64) -> F64:
-    """fp32 rounding of the lower end: rounding is monotone, so the nearest is the lowest result possible."""
+def _fp32(values: F64) -> F64:
+    """An end rounded to fp32: rounding is monotone, so a rounded end is an end of the rounded values."""
     return values.astype(np.float32).astype(np.float64)
-
-
-_up = _down
 
 
 def _probabilities(keys: F64, query: F64, scale: float, model: Arithmetic, dequant: float, dim: int) -> Pair:
@@ -69,52 +70,32 @@ def _probabilities(keys: F64, query: F64, scale: float, model: Arithmetic, dequa
     exact = scale * (keys @ query)
     spread = abs(scale) * (np.abs(keys) @ np.abs(query))
     slack = spread * ((1 + dequant) * (1 + compound(dim + 2, max(model.logit_dot_u, U64))) * (1 + compound(dim + 2, U64)) - 1)
-    ends = [_stored(exact - slack, model.logit_u), _stored(exact + slack, model.logit_u)]
-    top = ends[0].max(), ends[1].max()
-    shifted = np.minimum(_down(ends[0] - top[1]), 0), np.minimum(_up(ends[1] - top[0]), 0)
-    drift = compound(1, model.exp_eps) + 4 * U64
-    low, high = np.exp(shifted[0]) * (1 - drift), np.minimum(np.exp(shifted[1]) * (1 + drift), 1 + drift)
+    low, high = _fp32(exact - slack), _fp32(exact + slack)
+    low, high = np.minimum(_fp32(low - high.max()), 0), np.minimum(_fp32(high - low.max()), 0)
     # the exponential of exactly zero is exactly one in every library
-    sure = (shifted[0] == 0) & (shifted[1] == 0)
-    low, high = np.where(sure, 1, _stored(low, model.p_u)), np.where(sure, 1, _stored(high, model.p_u))
-    tiny = float(np.finfo(np.float32).smallest_normal)
-    return np.maximum(np.where(low < tiny, 0, low), 0), np.maximum(high, np.where(high < tiny, tiny, 0))
-
-
-def _stored(values: F64, u: float) -> F64:
-    """Rounded to fp32, or with one more rounding of size ``u`` where the engine stores another format."""
-    fp32 = _down(values)
-    single = 2.0**-24
-    return fp32 if u <= single else np.where(fp32 < 0, fp32 * (1 + u), fp32 * (1 - u)) if False else fp32
+    sure = (low == 0) & (high == 0)
+    drift = model.exp_eps + 4 * U64
+    low, high = np.exp(low) * (1 - drift), np.exp(high) * (1 + drift)
+    low, high = np.where(low < TINY32, 0, _fp32(low)), np.where(high < TINY32, TINY32, _fp32(high))
+    return np.where(sure, 1, low), np.where(sure, 1, high)
 
 
 def _context(p: Pair, values: F64, model: Arithmetic, dequant: float) -> Pair:
     """Ends of the context [kv_lora]: block sums in any order, blocks added one after the other, one division."""
-    n, block = len(values), model.block
-    low, high = np.zeros(values.shape[1]), np.zeros(values.shape[1])
-    total_low = total_high = np.zeros(1)
-    for start in range(0, n, block):
-        a, b, v = p[0][start : start + block], p[1][start : start + block], values[start : start + block]
+    low = high = np.zeros(values.shape[1])
+    least = most = np.zeros(1)
+    for start in range(0, len(values), model.block):
+        span = slice(start, start + model.block)
+        a, b, v = p[0][span], p[1][span], values[span]
         plus, minus = np.maximum(v, 0), np.minimum(v, 0)
-        size = b @ np.abs(v)
-        # a product, then at most block - 1 additions in some order; the oracle's own fp64 sums beside it
-        grown = size * ((1 + dequant) * (1 + compound(block, model.sum_u)) * (1 + compound(2 * block, U64)) - 1)
-        low, high = _down(low + _down(a @ plus + b @ minus - grown)), _up(high + _up(b @ plus + a @ minus + grown))
-        weight = compound(block, model.sum_u) + compound(2 * block, U64)
-        total_low, total_high = _down(total_low + _down(a.sum(keepdims=True) * (1 - weight))), _up(total_high + _up(b.sum(keepdims=True) * (1 + weight)))
-    ends = np.stack([low / total_low, low / total_high, high / total_low, high / total_high])
-    return _down(ends.min(axis=0)) if _correct(model) else _loose(ends.min(axis=0), -model.div_u), (
-        _up(ends.max(axis=0)) if _correct(model) else _loose(ends.max(axis=0), model.div_u)
-    )
-
-
-def _correct(model: Arithmetic) -> bool:
-    """Whether the engine's division is correctly rounded."""
-    return model.div_u <= 2.0**-24
-
-
-def _loose(values: F64, u: float) -> F64:
-    return values + np.abs(values) * u
+        # a product, then at most block - 1 additions in some order; the fp64 sums of this evaluation beside them
+        factor = (1 + dequant) * (1 + compound(model.block, model.sum_u)) * (1 + compound(2 * model.block, U64)) - 1
+        grown = (b @ np.abs(v)) * factor + len(v) * TINY32
+        low, high = _fp32(low + _fp32(a @ plus + b @ minus - grown)), _fp32(high + _fp32(b @ plus + a @ minus + grown))
+        least = _fp32(least + _fp32(a.sum(keepdims=True) * (1 - factor)))
+        most = _fp32(most + _fp32(b.sum(keepdims=True) * (1 + factor)))
+    ends = np.stack([low / least, low / most, high / least, high / most])
+    return _fp32(ends.min(axis=0)), _fp32(ends.max(axis=0))
 
 
 @dataclass(frozen=True)
@@ -134,16 +115,18 @@ def check_inside(context: NDArray[np.float32], found: Enclosure) -> Inside:
     return Inside(value.size, int(np.count_nonzero(bad)), (int(where[0][0]), int(where[0][1])) if len(where) else None)
 
 
-def power(truth: AttentionTruth, enclosure: Enclosure, query: F64, others: NDArray[np.uint8], layout: LatentFormat, *, scale: float, places: Any) -> dict[str, int]:
+def power(
+    truth: AttentionTruth, enclosure: Enclosure, query: F64, others: NDArray[np.uint8], layout: LatentFormat, *, scale: float, places: Places
+) -> dict[str, int]:
     """Gate O5 of one row: single-member substitutions tried, and how many O2 and O3 would betray.
 
     others [k, record]: unselected records, the j-th instead of the member at ``places[j]``. A substitution is betrayed for certain when the exact
     outputs differ by more than both intervals together; the second is as wide as the first to the order of one member in n.
     """
     keys, _ = decode_latent(others, layout)
-    half = (enclosure.high - enclosure.low) / 2
+    away = np.maximum(enclosure.high - truth.context, truth.context - enclosure.low)
     tried = found_2 = found_3 = 0
-    for head, q, bound, width in zip(truth.softmax, query, truth.bound, half, strict=True):
+    for head, q, bound, width in zip(truth.softmax, query, truth.bound, away, strict=True):
         top = head.logits.max()
         gain = np.exp(np.minimum(scale * (keys @ q) - top, np.log(np.finfo(np.float64).max) / 2)) * head.p[np.argmax(head.logits)]
         rest = 1 - head.p[places] + gain
@@ -151,5 +134,5 @@ def power(truth: AttentionTruth, enclosure: Enclosure, query: F64, others: NDArr
         change = np.abs(moved / rest[:, None] - head.context)
         tried += len(keys)
         found_2 += int(np.count_nonzero((change > 2 * bound).any(axis=1)))
-        found_3 += int(np.count_nonzero((change > 4 * width).any(axis=1)))
+        found_3 += int(np.count_nonzero((change > 2 * width).any(axis=1)))
     return {"tried": tried, "O2": found_2, "O3": found_3}

@@ -1,9 +1,10 @@
 """The evidence folder: written beside its final place, published by one rename, never overwritten.
 
     evidence/<utc>-<run id>/
-      record.json  flags.jsonl  ties.jsonl  log.txt  MANIFEST.sha256
+      record.json  flags.jsonl  ties.jsonl  events.jsonl  log.txt  [kill_matrix.json]  MANIFEST.sha256
 
-Standard library only. A run that is interrupted or meets a full disk leaves nothing behind; a run that fails its gates is published like any other.
+Standard library only. A run that is interrupted or meets a full disk leaves nothing behind; a run that fails its gates is
+published like any other.
 """
 
 import datetime
@@ -20,7 +21,7 @@ from palimpsest.core.canon import canonical
 from palimpsest.core.errors import Unavailable
 
 MANIFEST = "MANIFEST.sha256"
-FILES = ("record.json", "flags.jsonl", "ties.jsonl", "log.txt")
+FILES = ("record.json", "flags.jsonl", "ties.jsonl", "events.jsonl", "log.txt")
 
 
 def new_run_id() -> str:

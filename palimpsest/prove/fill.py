@@ -53,7 +53,7 @@ class Caches:
             self._each(start, stop, lambda a, b: put_index(self.arena, self.rank, data, a, b))
             self._index.add((start, stop))
         for start, stop in self._latent.missing("latent", history):
-            self._each(start, stop, lambda a, b: _put(self.arena, "latent_cache", self.rank, a, [data.latent_records(a, b)]))
+            self._each(start, stop, lambda a, b: put_records(self.arena, "latent_cache", self.rank, a, [data.latent_records(a, b)]))
             self._latent.add((start, stop))
 
     def _each(self, start: int, stop: int, write: "object") -> None:
@@ -73,10 +73,10 @@ def put_index(arena: Arena, rank: int, data: Data, start: int, stop: int) -> Non
     """Write the index records of tokens [start, stop) that ``rank`` owns."""
     values, scales = data.index_records(start, stop)
     planes = [values] if scales is None else [values, scales.astype("<f4").view(np.uint8).reshape(-1, 4)]
-    _put(arena, "index_cache", rank, start, planes)
+    put_records(arena, "index_cache", rank, start, planes)
 
 
-def _put(arena: Arena, cache: str, rank: int, start: int, planes: list[NDArray[np.uint8]]) -> None:
+def put_records(arena: Arena, cache: str, rank: int, start: int, planes: list[NDArray[np.uint8]]) -> None:
     """Write records of tokens start, start + 1, ... into the pages of ``rank``; a page holds its planes one after the other."""
     limits = arena.program.limits
     page, stop = limits.page, start + len(planes[0])

@@ -27,6 +27,8 @@ class Kept:
     ids: str
     counts: str
     output: str
+    row_ids: NDArray[np.uint64]
+    row_outputs: NDArray[np.uint64]
     planned: dict[str, int] = field(default_factory=dict)
 
 
@@ -40,11 +42,20 @@ def keep(o: Observation, topk: int) -> Kept:
         ids=whole_digest(o.copies["ids"]).hex(),
         counts=whole_digest(o.copies["counts"]).hex(),
         output=whole_digest(np.ascontiguousarray(o.copies["output"][: len(o.copies["output"]) // o.prepared * o.rows])).hex(),
+        row_ids=digests(o.copies["ids"].reshape(o.prepared, -1)[: o.rows]),
+        row_outputs=digests(o.copies["output"].reshape(o.prepared, -1)[: o.rows]),
     )
 
 
-def arrangements(sheet: Sheet, base: Kept, alias: Kept, o: Observation, where: str) -> None:
-    """X1, X2, X3 and the bitwise half of K2."""
+def same_where_same_ids(first: Kept, second: Kept) -> bool:
+    """A selector that breaks ties as it likes: attention and output are equal in every row whose ids are; the other rows are proved one by one."""
+    same = first.row_ids == second.row_ids
+    pairs = [(first.row_outputs, second.row_outputs), *((first.rows[name], second.rows[name]) for name in ("context", "partial"))]
+    return all(np.array_equal(one[same], two[same]) for one, two in pairs)
+
+
+def arrangements(sheet: Sheet, base: Kept, alias: Kept, o: Observation, where: str, *, own_order: bool = False) -> None:
+    """X1, X2, X3 and the bitwise half of K2. ``own_order``: the selector breaks ties as it likes and shows no scores."""
     for cache, pages in base.pages.items():
         bad = np.flatnonzero(pages != alias.pages[cache])
         text = f"{where}: page {int(bad[0]) if len(bad) else 0} of {cache} differs between base and alias"
@@ -54,6 +65,9 @@ def arrangements(sheet: Sheet, base: Kept, alias: Kept, o: Observation, where: s
             bad = np.flatnonzero(base.rows[name] != alias.rows[name])
             text = f"{where}: row {int(bad[0]) if len(bad) else 0} of {name} differs between base and alias"
             sheet.cell(gate).check(not len(bad), units, text, o.copies[name].nbytes)
+    if own_order:
+        sheet.cell("O1").check(same_where_same_ids(base, alias), 0, f"{where}: outputs of rows with the same ids differ between base and alias")
+        return
     for row in range(o.first_row, o.first_row + o.own):
         same = row in base.scores and base.scores[row] == alias.scores.get(row)
         sheet.cell("K2").check(same, 1, f"{where} row {row}: the ranked scores differ between base and alias")
@@ -85,8 +99,11 @@ def shard_map(sheet: Sheet, cards: list[Card], *, pages: int, record: dict[str, 
     sheet.cell("X5").check(not bad, pages, bad[0] if bad else "")
 
 
-def repeats(sheet: Sheet, first: Kept, again: Kept, where: str) -> None:
-    """C11 equals C09 byte for byte: selection, scores, attention, output."""
+def repeats(sheet: Sheet, first: Kept, again: Kept, where: str, *, own_order: bool = False) -> None:
+    """C11 equals C09 byte for byte: selection, scores, attention, output; with ``own_order`` the last two, in rows with the same ids."""
+    if own_order:
+        sheet.cell("O1").check(same_where_same_ids(first, again), 1, f"{where}: rows with the same ids differ from those of the first replay")
+        return
     same = (
         (first.ids, first.counts, first.output, first.scores) == (again.ids, again.counts, again.output, again.scores)
         and np.array_equal(first.local_ids, again.local_ids)

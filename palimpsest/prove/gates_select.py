@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from palimpsest.prove import ties
 from palimpsest.prove.bounds import Arithmetic, score_error
 from palimpsest.prove.capture import Observation
+from palimpsest.prove.density import Density
 from palimpsest.prove.exact import Cutoff, Exact, Filtered, IndexRow, decode_keys, exact_cutoff, filtered_scores, refiner
 from palimpsest.prove.expect import TIE_CONDITIONS
 from palimpsest.prove.gates import Sheet
 from palimpsest.prove.peers import Caches
 
 #: tokens whose keys are decoded at once; a multiple of any page
-_CHUNK = 1 << 14
+CHUNK = 1 << 14
 
 F64 = NDArray[np.float64]
 
@@ -88,7 +89,12 @@ class Plan:
 
 
 class Judge:
-    """Judges the blocks of one replay. ``certificates`` collects what K4 had to prove."""
+    """Judges the blocks of one replay. ``certificates`` collects what K4 had to prove.
+
+    gate: the one that says each set is right
+    """
+
+    gate = "K2"
 
     def __init__(self, sheet: Sheet, facts: IndexFacts, plan: Plan, *, where: str, counters: Counters, ids: Callable[[], tuple[Any, Any]], caches: Caches):
         self.sheet, self.facts, self.plan, self.where, self.counters, self.caches = sheet, facts, plan, where, counters, caches
@@ -96,6 +102,7 @@ class Judge:
         self.observation: Observation | None = None
         self.certificates: list[dict[str, Any]] = []
         self.judged: dict[int, NDArray[np.int32]] = {}
+        self.density = Density()
 
     def block(self, first: int, scores: list[NDArray[np.float32]]) -> None:
         """Rows first, first + 1, ... with their visible scores, at the moment their ids are written."""
@@ -109,6 +116,9 @@ class Judge:
             picked = ids[slot, :count]
             self.judged[row] = picked.copy()
             self._valid(row, picked, ranked)
+            self.density.add(picked, ranked)
+            if row - 1 in self.judged:
+                self.density.neighbours(self.judged[row - 1], picked)
             if row in self.plan.audited:
                 self._truth(row, picked, ranked, exact[row])
             if row in self.plan.lattice:
@@ -135,9 +145,9 @@ class Judge:
         rows = {row: self._row(row) for row in wanted}
         parts: dict[int, list[Filtered]] = {row: [] for row in wanted}
         wrong: dict[int, str] = {}
-        for start in range(0, max(len(scores[row - first]) for row in wanted), _CHUNK):
+        for start in range(0, max(len(scores[row - first]) for row in wanted), CHUNK):
             longest = max(len(scores[row - first]) for row in wanted)
-            values, scales = self.caches.index(start, min(start + _CHUNK, longest), self.facts.dim, self.facts.format == "fp8")
+            values, scales = self.caches.index(start, min(start + CHUNK, longest), self.facts.dim, self.facts.format == "fp8")
             keys = decode_keys(values, self.facts.format)
             for row in wanted:
                 ranked = scores[row - first][start : start + len(keys)]
@@ -152,7 +162,7 @@ class Judge:
         for row in sorted(self.plan.lattice & set(wanted)):
             fault = wrong.get(row, "")
             self.sheet.cell("K5").check(not fault, 1, f"{self.where} row {row}: {fault}", scores[row - first].nbytes)
-        return {row: _joined(found) for row, found in parts.items() if found}
+        return {row: joined(found) for row, found in parts.items() if found}
 
     def _cutoff(self, row: int, found: Filtered) -> Cutoff:
         """The exact cutoff of a row, from its filtered scores and, where they do not decide, from integers over the persistent bytes."""
@@ -221,15 +231,15 @@ class Judge:
         assert o is not None
         start, pieces = 0, []
         while start < len(ranked):
-            values, scales = self.caches.index(start, min(start + _CHUNK, len(ranked)), f.dim, f.format == "fp8")
+            values, scales = self.caches.index(start, min(start + CHUNK, len(ranked)), f.dim, f.format == "fp8")
             pieces.append(filtered_scores(self._row(row), decode_keys(values, f.format), scales))
-            start += _CHUNK
+            start += CHUNK
         slot = row - o.first_row
         tie_row = ties.TieRow(
             row=row, rank=row // self._slots, topk=f.topk, visible=len(ranked), format=f.format, heads=f.heads, dim=f.dim,
             query=o.copies["index_query"][slot].tobytes(), weights=o.copies["head_weights"][slot].tobytes(),
         )  # fmt: skip
-        cutoff = self._cutoff(row, _joined(pieces))
+        cutoff = self._cutoff(row, joined(pieces))
         wanted = [i for i in (*found.only_base, *found.only_alias, int(cutoff.equal[0])) if 0 <= i < len(ranked)]
         if len(wanted) != len(found.only_base) + len(found.only_alias) + 1:
             cell.fail(1, f"{self.where} row {row}: the arrangements differ in ids that are not visible")
@@ -238,7 +248,7 @@ class Judge:
         certificate = ties.certificate(tie_row, found, cutoff, self.record, model=f.model, bits=bits)
         faults = ties.check_certificate(certificate, self.record)
         faults += [f"id {m['id']} is a {m['class']}" for m in certificate["members"] if m["class"] != "exact_tie"]
-        self.certificates.append({"certificate": certificate, "records": {str(i): self.record(i).hex() for i in sorted(set(wanted))}})
+        self.certificates.append({"between": ["base", "alias"], "certificate": certificate, "records": {str(i): self.record(i).hex() for i in sorted(set(wanted))}})
         cell.check(not faults, 1, f"{self.where} row {row}: {'; '.join(faults[:3])}", base.nbytes)
 
     @property
@@ -251,7 +261,7 @@ def _no_refinement(ids: NDArray[np.int64]) -> list[Exact]:
     raise AssertionError("scores without error need no refinement")
 
 
-def _joined(parts: list[Filtered]) -> Filtered:
+def joined(parts: list[Filtered]) -> Filtered:
     spreads = [p.spread for p in parts if p.spread is not None]
     return Filtered(
         np.concatenate([p.value for p in parts]), np.concatenate([p.error for p in parts]), np.concatenate([p.mass for p in parts]),
@@ -301,7 +311,7 @@ def emitted(sheet: Sheet, o: Observation, judge: Judge, rows: int, where: str) -
     ids, counts = o.array("ids", np.int32, rows, judge.facts.topk), o.array("counts", np.int32, rows)
     for row in range(o.first_row, o.first_row + o.own):
         if row not in judge.judged or not np.array_equal(ids[row, : counts[row]], judge.judged[row]):
-            sheet.cell("K2").fail(0, f"{where} row {row}: the ids that reached the attention are not those the selector ranked")
+            sheet.cell(judge.gate).fail(0, f"{where} row {row}: the ids that reached the attention are not those the selector ranked")
             return
 
 

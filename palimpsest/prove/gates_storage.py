@@ -48,8 +48,8 @@ def _relation(sheet: Sheet, plan: Plan, program: Program, arrangement: str) -> N
                 if span[0] < span[1]:
                     found[frozenset((first.buffer, second.buffer))] = span
                 cell.passed(1)
-    for pair in sorted(map(sorted, found.keys() ^ named.keys())):
-        cell.fail(0, f"{arrangement}: {pair[0]} and {pair[1]} " + ("share bytes unnamed" if frozenset(pair) in found else "share no bytes but are named"))
+    for names in sorted(map(sorted, found.keys() ^ named.keys())):
+        cell.fail(0, f"{arrangement}: {names[0]} and {names[1]} " + ("share bytes unnamed" if frozenset(names) in found else "share no bytes but are named"))
     spans = _spans(program)
     for pair, span in found.items():
         (one, (begin, end)), (two, (start, stop)) = ((name, spans[name]) for name in sorted(pair))
@@ -161,7 +161,8 @@ def case_gates(sheet: Sheet, o: Observation, *, views: int, slack: list[str], to
 def _visible(sheet: Sheet, o: Observation, rows: int, where: str) -> None:
     """The visible(r) vector: row r ranked exactly history + r + 1 scores; the counts of all rows follow from it."""
     cell = sheet.cell("X4")
-    wrong = [r for r in range(o.own) if r + o.first_row not in o.scores or o.scores[r + o.first_row].count != o.history + o.first_row + r + 1]
+    own = o.own if o.ranked else 0
+    wrong = [r for r in range(own) if r + o.first_row not in o.scores or o.scores[r + o.first_row].count != o.history + o.first_row + r + 1]
     if wrong:
         row = wrong[0] + o.first_row
         got = o.scores[row].count if row in o.scores else 0

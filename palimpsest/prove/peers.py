@@ -1,7 +1,8 @@
 """Reading another rank's memory without asking its transport: the independent half of every gather the gates compare with.
 
 Each rank writes a card (process, memfds, offsets) into the run's private folder; the others read bytes with ``preadv`` from
-``/proc/<pid>/fd/<fd>``. Nothing is mapped, so mapped and proportional sizes stay what they are. The page walk is written out here on purpose and uses
+``/proc/<pid>/fd/<fd>``. Nothing is mapped, so mapped and proportional sizes stay what they are. The page walk is written out here
+on purpose and uses
 neither ``ranks.layout`` nor ``Comm``: global page p lives on rank p mod W as its page p div W.
 """
 
@@ -71,12 +72,13 @@ class Peer:
     def read(self, buffer: str, start: int, into: np.ndarray) -> None:
         """Fill ``into`` (u8, dense) from byte ``start`` of a buffer."""
         kind, offset, nbytes = self.card.places[buffer]
-        assert into.dtype == np.uint8 and start + into.nbytes <= nbytes, (buffer, start, into.nbytes, nbytes)
+        assert into.dtype == np.uint8, into.dtype
+        assert start + into.nbytes <= nbytes, (buffer, start, into.nbytes, nbytes)
         if kind not in self._fds:
             self._fds[kind] = os.open(f"/proc/{self.card.pid}/fd/{self.card.segments[kind][0]}", os.O_RDONLY | os.O_CLOEXEC)
         flat, done = into.reshape(-1), 0
         while done < flat.nbytes:
-            got = os.preadv(self._fds[kind], [flat[done : done + _BLOCK]], offset + start + done)
+            got = os.preadv(self._fds[kind], [flat[done : done + _BLOCK].data], offset + start + done)
             if not got:
                 raise RankError(f"its {kind} segment ends inside {buffer}", rank=self.card.rank, phase="prove")
             done += got
@@ -102,7 +104,7 @@ class Caches:
             peer.close()
 
     def shards(self, buffer: str, tokens: int, record: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """``(rank, first page index on that rank, pages u8 [n, page*record])`` over every page that holds one of the first ``tokens`` tokens.
+        """``(rank, first page index on that rank, pages u8 [n, page*record])`` over every page with any of ``tokens`` tokens.
 
         A shard's pages i, i+1, ... are global pages rank + W*i, rank + W*(i+1), ... Arrays are reused: copy what must stay.
         """

@@ -9,15 +9,23 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from palimpsest.core.errors import BadCheckpoint, BadConfig, RankError, Unsupported
 from palimpsest.core.geometry import Formats, Geometry
+from palimpsest.prove import foreign, liveness
 from palimpsest.prove import record as facts
 from palimpsest.prove.assemble import assemble
 from palimpsest.prove.cases import PROFILES, Profile, profile
 from palimpsest.prove.evidence import EvidenceFolder, new_run_id, previous_digest, utc_stamp
+from palimpsest.prove.extras import identity
+from palimpsest.prove.gates import UNLICENSED
+from palimpsest.prove.licence import Licence, find
+from palimpsest.prove.phase_lock import explain_fault
 from palimpsest.prove.rank_setup import Job, Setup
+
+if TYPE_CHECKING:
+    from palimpsest.ranks.spawn import RankExit
 
 #: what a run without a model qualifies
 DEFAULT_PRESET = "tiny-k31"
@@ -38,6 +46,8 @@ class Request:
     layer:  0-based, or None for the first layer that runs an indexer
     ranks:  None for the profile's own number (the tiny default uses 4)
     environment: allow-listed values and one digest of it go into the record
+    self_test, cache: a kill matrix, and the folder where one is looked for otherwise (gate V4)
+    kernels: foreign implementations, ``OP=module:function`` each; their code is imported here and in every rank
     """
 
     model: Path | None = None
@@ -49,6 +59,9 @@ class Request:
     evidence: Path = Path("evidence")
     argv: tuple[str, ...] = ()
     environment: Mapping[str, str] | None = None
+    self_test: Path | None = None
+    cache: Path | None = None
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,13 +91,14 @@ def qualify(request: Request, progress: Progress | None = None) -> Outcome:
         folder = stack.enter_context(EvidenceFolder(request.evidence, new_run_id()))
         log = folder.work / "log.txt"
         failure: RankError | None = None
+        before = _Before(liveness.children(), liveness.open_things(), identity(setup))
         results: list[Any] = []
         try:
-            results = _run(setup, log, progress)
+            results = _results(setup, _run(setup, log, progress), before)
         except RankError as error:
             if error.exit_code != 1:
                 raise  # a rank found the input wrong: nothing was proved or disproved
-            failure = error
+            failure = explained(error, Path(setup.job.workdir))
         outcome = publish(folder, setup, results, request=request, elapsed_ns=time.monotonic_ns() - started, failure=failure)
         if failure is not None:
             failure.args = (f"{failure}; recorded in {outcome.folder}",)
@@ -102,17 +116,63 @@ def publish(
         failure=None if failure is None else str(failure),
     )  # fmt: skip
     environment, environment_digest = facts.environment_facts(request.environment or {})
+    licence = licence_of(request, tree["source"]["package_digest"]) if results else None
+    if licence is not None:
+        flags += licence.flags
+        folder.write(licence.FILE, licence.raw)
+    events = sorted((line for r in results for line in r["events"]), key=_event_order)
     folder.write_lines("flags.jsonl", flags)
+    folder.write_lines("events.jsonl", events)
     folder.write_lines("ties.jsonl", certificates)
     if not (folder.work / "log.txt").exists():
         folder.write("log.txt", "")
     tree |= {
         "started_utc": stamp, "argv": [_relative(word) for word in request.argv], "cwd_rel": ".", "env": environment, "env_digest": environment_digest,
         "previous": previous_digest(request.evidence, setup.plans["alias"].digest),
+        "self_test": None if licence is None else licence.digest,
+        "gates_absent": [*tree["gates_absent"], *(UNLICENSED if licence is None else ())],
+        "events": {"file": "events.jsonl", "sha256": folder.digest("events.jsonl"), "lines": len(events)},
         "flags": {"file": "flags.jsonl", "sha256": folder.digest("flags.jsonl"), "cells": len(flags)},
     }  # fmt: skip
     folder.write_lines("record.json", [tree])
     return Outcome(tree, flags, folder.publish())
+
+
+def explained(failure: RankError, folder: Path) -> RankError:
+    """A rank that died under the phase lock left the name of the view it touched."""
+    note = explain_fault(folder, failure.rank)
+    if not note:
+        return failure
+    return RankError(f"{failure.message}; {note}", rank=failure.rank, phase=failure.phase)
+
+
+def _event_order(line: Mapping[str, Any]) -> tuple[str, str, int, int]:
+    return line["case"], line["arrangement"], line["replay"], line["rank"]
+
+
+def licence_of(request: Request, package_digest: str) -> Licence | None:
+    """The self-test record that licenses this source, or None: named by the caller, or found in the user's cache folder."""
+    return Licence.of(find(request.self_test, request.cache), package_digest)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What there was when the ranks were started: the parent's children, its sockets and memory files, and who every rank must be."""
+
+    children: set[int]
+    things: set[str]
+    identity: dict[str, str]
+
+
+def _results(setup: Setup, ended: "list[RankExit]", before: "_Before") -> list[Any]:
+    """What the ranks returned, with the parent's own cells (L1-L4) beside theirs."""
+    results = [rank.value for rank in ended]
+    left = liveness.left_behind((before.children, before.things), [rank.pid for rank in ended], Path(setup.job.workdir))
+    stated = [result["extras"]["identity"] for result in results]
+    flags = liveness.cells(ended, stated, before.identity, deadline_s=DEADLINES[setup.profile.name], left=left)
+    for flag in flags:
+        results[int(str(flag["rank"]))]["flags"].append(flag)
+    return results
 
 
 def _relative(word: str) -> str:
@@ -128,6 +188,8 @@ def _tiny(private: Path) -> Path:
 
 def prepare_setup(request: Request, model: Path, private: Path) -> Setup:
     """Everything that can be wrong without running: preflight, layer, sizes, plans. ``private`` gets the ranks' folder. Raises UserError."""
+    kernels = foreign.parse(request.kernels)
+    foreign.load_all(kernels)
     geometry, formats = examine(model)
     layer = request.layer if request.layer is not None else geometry.full_layers[0]
     sizes = choose_profile(request, geometry)
@@ -135,7 +197,7 @@ def prepare_setup(request: Request, model: Path, private: Path) -> Setup:
     work.mkdir(mode=0o700)
     job = Job(
         model=str(model.resolve()), layer=layer, profile=sizes, seed=request.seed, engine=request.engine, formats=formats, workdir=str(work),
-        alone=True,
+        alone=True, kernels=kernels,
     )  # fmt: skip
     return Setup(job)
 
@@ -181,11 +243,10 @@ def choose_profile(request: Request, geometry: Geometry) -> Profile:
     return found
 
 
-def _run(setup: Setup, log: Path, progress: Progress | None) -> list[Any]:
+def _run(setup: Setup, log: Path, progress: Progress | None) -> list["RankExit"]:
     from palimpsest.ranks.spawn import spawn
 
     deadline = DEADLINES[setup.profile.name]
-    ended = spawn(
+    return spawn(
         setup.profile.ranks, "palimpsest.prove.rank_main:run_rank", setup.job.to_json(), deadline_s=deadline, log=log, on_event=progress
     )  # fmt: skip
-    return [rank.value for rank in ended]

@@ -22,6 +22,8 @@ from palimpsest.prove.capture import Observation, Watch, raw, whole_digest
 from palimpsest.prove.cases import Case, Replay, audited_rows, rank_rows
 from palimpsest.prove.data import Data
 from palimpsest.prove.expect import ARRANGEMENTS, expect_case
+from palimpsest.prove.extras import Extras
+from palimpsest.prove.foreign_run import ForeignRun
 from palimpsest.prove.gates import SEAL, Sheet
 from palimpsest.prove.gates_pairs import Kept
 from palimpsest.prove.gates_select import Counters, Judge
@@ -115,14 +117,19 @@ class Qualifier:
         self.sheets = {SEAL: Sheet(SEAL, self.rank)} | {case.id: Sheet(case.id, self.rank) for case in setup.cases}
         self.kept: dict[tuple[str, str, int], Kept] = {}
         self.oracle = gates_output.Oracle(setup.output_facts)
+        self.foreign = ForeignRun(setup)
+        self.extras = Extras(setup, comm, self.sheets)
 
     def run(self) -> dict[str, Any]:
         comm, setup = self.comm, self.setup
         comm.enter("agree")
         comm.agree("qualification", setup.digest)
+        self.extras.agree()
         for case in setup.cases:
             lattice = [self._lattice(case, step) for step in case.steps]
             expect_case(self.sheets[case.id], setup.prepared, case, self.rank, lattice)
+            self.extras.expect(case)
+            self.foreign.expect(self.sheets[case.id], case, self.rank)
         mapped: dict[str, list[Mapped]] = {}
         for name in ARRANGEMENTS:
             stage = self._prepare(name)
@@ -130,21 +137,25 @@ class Qualifier:
             with stage.session, contextlib.closing(stage.caches):
                 for queue in setup.queues:
                     self._queue(stage, queue)
+                if name == ARRANGEMENTS[-1]:
+                    self.extras.dedicated(stage.session, self._tell_seal, allocating=bool(self.foreign.allocating))
                 # nobody may read this rank's memory any more when it goes
                 comm.enter(f"close {name}")
                 comm.barrier(f"close {name}")
         self._seal(mapped)
         flags = [line for sheet in self.sheets.values() for line in sheet.close()]
-        return {"flags": flags, "certificates": self.certificates, "facts": asdict(self.facts)}
+        return {"flags": flags, "certificates": self.foreign.keep(self.certificates, self.folder, self.rank), "facts": asdict(self.facts), **self.extras.result()}
 
     # -- preparing
 
     def _prepare(self, name: str) -> Stage:
         comm, setup = self.comm, self.setup
         self.emit({"arrangement": name, "case": SEAL, "phase": "prepare"})
-        bound = self.alter(name, default_implementations(setup.program, setup.job.engine)) if self.alter else None
+        bound = self.foreign.bound()
+        if self.alter:
+            bound = dict(self.alter(name, bound or default_implementations(setup.program, setup.job.engine)))
         session = prepare(
-            setup.program, setup.plans[name], comm=comm, fill=setup.filler(), engine=setup.job.engine, implementations=bound
+            setup.program, setup.plans[name], comm=self.extras.logged[name], fill=setup.filler(), engine=setup.job.engine, implementations=bound
         )  # fmt: skip
         arena = session.arena
         mapped = arena_mappings(arena)
@@ -154,6 +165,7 @@ class Qualifier:
         comm.barrier(f"cards {name}")
         write_card(self.folder, name, self.rank, arena)
         comm.barrier(f"cards {name} written")
+        self.extras.sealed(name, session)
         peers = [Peer(read_card(self.folder, name, rank)) for rank in range(comm.size)]
         return Stage(
             name=name, session=session, mappings=mapped, caches=Caches(peers, setup.profile.page), seeded=fill.Caches(arena, self.rank),
@@ -201,12 +213,16 @@ class Qualifier:
         self.comm.enter(f"{case.id} {stage.name} {phase} {number}")
         self.emit({"arrangement": stage.name, "case": case.id, "replay": number, "replays": len(case.steps), "phase": phase})
 
+    def _tell_seal(self, phase: str) -> None:
+        self.comm.enter(f"{SEAL} {phase}")
+        self.emit({"arrangement": ARRANGEMENTS[-1], "case": SEAL, "phase": phase})
+
     def _replay(self, stage: Stage, case: Case, number: int, step: Replay, data: Data, counters: Counters) -> Taken:
         """Poison, replay, copy. Nothing is judged but the score blocks, which exist only now."""
         setup, comm, session = self.setup, self.comm, stage.session
         first = self.rank * setup.profile.slice_rows
         own = rank_rows(setup.profile, step.rows)[self.rank]
-        o = Observation(history=step.history, rows=step.rows, first_row=first, own=own, prepared=setup.profile.rows)
+        o = Observation(history=step.history, rows=step.rows, first_row=first, own=own, prepared=setup.profile.rows, ranked=not self.foreign.selects)
         judge = self._judge_of(stage, case, number, step, data, counters, o)
         hidden = self._hidden(data, step)
         self._tell(stage, case, number, "replay")
@@ -215,6 +231,7 @@ class Qualifier:
         rows = range(first, first + own)
         watch = Watch(
             session, stage.caches, stage.log, observation=o, block=judge.block, alone=setup.job.alone,
+            selected=self.foreign.selected(judge), allocating=self.foreign.allocating,
             plant=lambda name, arena: fill.plant(name, arena, case=case, step=step, data=data, rank=self.rank, rows=rows),
         )  # fmt: skip
         watch.seal_writes(poisoned)
@@ -222,12 +239,14 @@ class Qualifier:
         comm.barrier(f"{case.id} start")
         o.moved = gates_storage.moved(session.arena, stage.addresses)
         before = self._mapped(session)
-        if setup.job.alone and case.id == METERED:
+        hooks = self.extras.watched(stage.name, watch, session)
+        if setup.job.alone and case.id == METERED and not self.foreign.allocating:
             with meter(session.arena, torch_memory=True) as reading:
-                session.prefill(hidden, step.history, hooks=watch, guard=True)
+                session.prefill(hidden, step.history, hooks=hooks, guard=True)
             self._torch_memory(o, reading)
         else:
-            session.prefill(hidden, step.history, hooks=watch, guard=stage.name == "alias" and case.id in GUARDED)
+            session.prefill(hidden, step.history, hooks=hooks, guard=stage.name == "alias" and case.id in GUARDED)
+        self.extras.replayed((stage.name, case.id, number))
         self._mappings(o, before, self._mapped(session))
         watch.finish()
         o.moved += gates_storage.moved(session.arena, stage.addresses)
@@ -277,7 +296,7 @@ class Qualifier:
         def ids() -> tuple[Any, Any]:
             return arena.view("local_ids").numpy(), arena.view("local_counts", "counts").numpy()
 
-        judge = Judge(self.sheets[case.id], setup.index_facts, plan, where=f"{stage.name} replay {number}", counters=counters, ids=ids, caches=stage.caches)
+        judge = self.foreign.judge(self.sheets[case.id], setup.index_facts, plan, where=f"{stage.name} replay {number}", counters=counters, ids=ids, caches=stage.caches)
         judge.observation = o
         return judge
 
@@ -312,12 +331,12 @@ class Qualifier:
             self._judge_alone(stage, t, counters[t.case.id])
             kept = gates_pairs.keep(t.observation, self.setup.geometry.indexer.topk)
             if stage.name == "alias" and ("base", t.case.id, t.number) in self.kept:
-                gates_pairs.arrangements(self.sheets[t.case.id], self.kept["base", t.case.id, t.number], kept, t.observation, t.where)
+                gates_pairs.arrangements(self.sheets[t.case.id], self.kept["base", t.case.id, t.number], kept, t.observation, t.where, own_order=self.foreign.selects)
             self.kept[stage.name, t.case.id, t.number] = kept
             if t.case.equals:
                 first = self.kept.get((stage.name, t.case.equals, 0))
                 if first is not None:
-                    gates_pairs.repeats(self.sheets[t.case.id], first, kept, f"{stage.name} {t.where}")
+                    gates_pairs.repeats(self.sheets[t.case.id], first, kept, f"{stage.name} {t.where}", own_order=self.foreign.selects)
             self._publish(stage, t, kept, counters[t.case.id])
             self.certificates += [{"case": t.case.id, "replay": t.number} | c for c in t.judge.certificates]
         self.comm.barrier("facts published")
@@ -344,6 +363,8 @@ class Qualifier:
         audited = tuple(row for row, _ in audited_rows(profile, t.step, setup.job.seed))
         gates_output.tail_gates(sheet, o, self.oracle, stage.tail, audited, where)
         gates_output.sanity(sheet, o, setup.output_facts, where)
+        self.foreign.twins(sheet, o, where)
+        self.extras.judged((stage.name, t.case.id, t.number), o, t.step, t.judge)
         if stage.name == "alias":
             counts = o.array("counts", np.int32, profile.rows)
             visible = o.history + np.arange(profile.rows) + 1
@@ -356,7 +377,7 @@ class Qualifier:
         return self.folder / f"partial-{stage.name}-{t.case.id}-{t.number}-{rank}.bin"
 
     def _publish(self, stage: Stage, t: Taken, kept: Kept, counters: Counters) -> None:
-        facts = {"ids": kept.ids, "counts": kept.counts, "output": kept.output, "counters": counters.plain()}
+        facts = {"ids": kept.ids, "counts": kept.counts, "output": kept.output, "counters": counters.plain(), "events": self.extras.logs[stage.name, t.case.id, t.number]}
         self._facts_file(stage, t, self.rank).write_text(json.dumps(facts))
         self._partial_file(stage, t, self.rank).write_bytes(t.observation.copies["partial"].tobytes())
 
@@ -365,6 +386,7 @@ class Qualifier:
         setup, sheet, where = self.setup, self.sheets[t.case.id], f"{stage.name} {t.where}"
         everyone = [json.loads(self._facts_file(stage, t, rank).read_text()) for rank in range(self.comm.size)]
         gates_pairs.agreement(sheet, everyone, where)
+        self.extras.together((stage.name, t.case.id, t.number), [facts["events"] for facts in everyone])
         partials = [np.fromfile(self._partial_file(stage, t, rank), np.uint8) for rank in range(self.comm.size)]
         gates_output.reduced(sheet, t.observation, setup.output_facts, partials, where)
         if stage.name != "alias" or not last:
@@ -391,4 +413,5 @@ class Qualifier:
         record = setup.record_bytes["index_cache"]
         gates_storage.saving(sheet, setup.plans["base"], setup.plans["alias"], requested=self.facts.requested, record=record)
         self.facts.mapped = gates_storage.mapped_bytes(sheet, mapped, setup.plans)
+        self.extras.law()
         self.facts.lint_files = gates_storage.lint(sheet, Path(__file__).resolve().parent, self.rank, self.comm.size)

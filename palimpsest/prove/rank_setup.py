@@ -21,6 +21,7 @@ from palimpsest.prove.bounds import PORTABLE_1, Arithmetic
 from palimpsest.prove.cases import Case, Profile, cases, records_of
 from palimpsest.prove.data import Data
 from palimpsest.prove.expect import ARRANGEMENTS, Prepared
+from palimpsest.prove.foreign import FOREIGN_32
 from palimpsest.prove.gates_output import OutputFacts
 from palimpsest.prove.gates_select import IndexFacts
 from palimpsest.prove.oracle import LatentFormat
@@ -36,6 +37,7 @@ class Job:
 
     alone:  each rank has a process for itself
     only:   ids of the cases to run; all eleven when empty (a record needs all eleven)
+    kernels: op -> ``module:function`` of a foreign implementation
     """
 
     model: str
@@ -47,6 +49,7 @@ class Job:
     workdir: str
     alone: bool
     only: tuple[str, ...] = ()
+    kernels: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -81,7 +84,7 @@ class Setup:
     @cached_property
     def digest(self) -> str:
         """One digest of program, plans and cases, for the ranks to agree on."""
-        return digest([self.program.digest, {k: p.digest for k, p in self.plans.items()}, self.cases, self.job.seed])
+        return digest([self.program.digest, {k: p.digest for k, p in self.plans.items()}, self.cases, self.job.seed, sorted(self.job.kernels.items())])
 
     def data(self, case: Case) -> Data:
         """The seeded inputs of a case."""
@@ -114,7 +117,7 @@ class Setup:
         layout = LatentFormat(f.latent, g.kv_lora, g.rope.dims, g.latent_scale)
         return OutputFacts(
             rows=self.profile.rows, topk=g.indexer.topk, heads=g.heads // self.profile.ranks, hidden=g.hidden, activation=f.activation,
-            softmax_scale=g.softmax_scale, layout=layout, model=self.model,
+            softmax_scale=g.softmax_scale, layout=layout, model=FOREIGN_32 if "sparse_attend" in self.job.kernels else self.model,
         )  # fmt: skip
 
     @property

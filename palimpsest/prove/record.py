@@ -1,6 +1,7 @@
 """What a record says about where it was made: source, machine, libraries, environment. Facts only; no verdict is formed here.
 
-Paths are relative, the environment is an allow-list plus one digest of all of it, and no value of an unlisted variable is ever written.
+Paths are relative, the environment is an allow-list plus one digest of all of it, and no value of an unlisted variable is ever
+written.
 """
 
 import hashlib
@@ -32,9 +33,9 @@ _PROGRAM = ("palimpsest", "pyproject.toml")
 _GIT_SECONDS = 20
 
 CLAIM = (
-    "The planned reuse of memory in layer {layer} of {name} is exact: with the index history on the head of the latent history and with separate "
-    "histories, {ranks} ranks computed the same bytes from the same persistent caches in eleven cases, selected sets are valid for exact scores, "
-    "and outputs are those of the recorded tail."
+    "The planned reuse of memory in layer {layer} of {name} is exact: with the index history on the head of the latent history "
+    "and with separate histories, {ranks} ranks computed the same bytes from the same persistent caches in eleven cases, "
+    "selected sets are valid for exact scores, and outputs are those of the recorded tail."
 )
 NON_CLAIMS = (
     "not: response quality of the model",
@@ -60,10 +61,14 @@ def source_facts() -> dict[str, Any]:
     root = package_root()
     facts: dict[str, Any] = {
         "kind": "package", "commit": None, "tree": None, "dirty": False, "package_digest": package_digest(root),
-        "modules": {name: file_digest(root / "prove" / f"{name}.py") for name in JUDGES if (root / "prove" / f"{name}.py").is_file()},
+        "modules": {p.stem: file_digest(p) for p in (root / "prove" / f"{name}.py" for name in JUDGES) if p.is_file()},
     }  # fmt: skip
     top = _git(root, "rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != root.parent or _git(root.parent, "ls-files", "palimpsest/prove/gates.py") in (None, ""):
+    if (
+        top is None
+        or Path(top).resolve() != root.parent
+        or _git(root.parent, "ls-files", "palimpsest/prove/gates.py") in (None, "")
+    ):
         return facts
     changed = _git(root.parent, "status", "--porcelain", "--", *_PROGRAM)
     commit, tree = _git(root.parent, "rev-parse", "HEAD"), _git(root.parent, "rev-parse", "HEAD^{tree}")
@@ -73,7 +78,9 @@ def source_facts() -> dict[str, Any]:
 def _git(folder: Path, *arguments: str) -> str | None:
     """stdout of a git command, or None when git or the checkout is not there."""
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=_GIT_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
@@ -81,7 +88,9 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def environment_facts(environment: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """(allow-listed variables with their values, sha256 of the whole environment)."""
-    whole = hashlib.sha256("\0".join(f"{k}={v}" for k, v in sorted(environment.items())).encode(errors="surrogateescape")).hexdigest()
+    whole = hashlib.sha256(
+        "\0".join(f"{k}={v}" for k, v in sorted(environment.items())).encode(errors="surrogateescape")
+    ).hexdigest()
     return {name: environment[name] for name in ENVIRONMENT if name in environment}, whole
 
 
@@ -141,7 +150,13 @@ def arrangement_facts(plan: Plan, step_names: list[str]) -> dict[str, Any]:
         "logical": plan.total,
         "segments": {segment.kind: segment.nbytes for segment in plan.segments},
         "views": {
-            p.buffer: {"segment": p.kind, "offset": p.offset, "bytes": p.nbytes, "align": p.align, "steps": [number[p.first], number[p.last]]}
+            p.buffer: {
+                "segment": p.kind,
+                "offset": p.offset,
+                "bytes": p.nbytes,
+                "align": p.align,
+                "steps": [number[p.first], number[p.last]],
+            }
             for p in plan.places
         },
         "shared": [sorted((o.early, o.late)) for o in plan.overlaps],

@@ -5,6 +5,7 @@ another one is our bug and raises KeyError.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from palimpsest.core.errors import EvidenceError
@@ -22,6 +23,11 @@ _HEX_FLOAT = {"type": "string", "pattern": "^(-?0x[01]\\.[0-9a-f]+p[+-][0-9]+|-?
 def _object(**properties: dict[str, Any]) -> dict[str, Any]:
     """An object with exactly these properties, all required."""
     return {"type": "object", "properties": properties, "required": sorted(properties), "additionalProperties": False}
+
+
+def _size(most: int) -> dict[str, Any]:
+    """A whole number from 1 on: a reader's work grows with it, so it is bounded."""
+    return {"type": "integer", "minimum": 1, "maximum": most}
 
 
 def _map(value: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +73,8 @@ RECORD = _object(
     non_claims=_list(_TEXT, minItems=1),
     gates=_list(_NAME, minItems=1),
     gates_absent=_list(_NAME),
+    kernels=_list(_object(op=_NAME, name=_NAME, form=_NAME, file=_NAME, sha256={"type": "string", "pattern": "^([0-9a-f]{64})?$"}, steps=_list(_NAME, minItems=1),
+                          gates_without=_list(_NAME), gates_extra=_list(_NAME), because=_TEXT)),
     argv=_list(_TEXT),
     cwd_rel=_TEXT,
     env=_map(_TEXT),
@@ -77,10 +85,11 @@ RECORD = _object(
                        seed=_either({"type": "integer"}, _NULL), config_digest=_DIGEST,
                        files=_list(_object(name=_NAME, bytes=_COUNT, sha256=_DIGEST)), tensors=_map(_DIGEST)),
     geometry=_map(_either(_SCALAR, {"type": "array"}, {"type": "object"})),
-    limits=_object(tokens=_COUNT, rows=_COUNT, ranks=_COUNT, page=_COUNT),
+    limits=_object(tokens=_size(1 << 31), rows=_size(1 << 20), ranks=_size(1 << 12), page=_size(1 << 20)),
     profile=_NAME,
     engine=_NAME,
     facts=_map(_SCALAR),
+    steps=_list(_NAME, minItems=1),
     plan=_object(base=_ARRANGEMENT, alias=_ARRANGEMENT),
     machine=_map(_SCALAR),
     libraries=_map(_object(version=_NAME, sha256=_either(_DIGEST, _NULL))),
@@ -90,6 +99,11 @@ RECORD = _object(
     flags=_object(file=_NAME, sha256=_DIGEST, cells=_COUNT),
     allocation=_map(_either(_COUNT, _map(_COUNT), {"type": "array"})),
     selection=_map(_COUNT),
+    density=_map(_map(_COUNT)),
+    power=_map(_map(_COUNT)),
+    capacity=_map(_map(_COUNT)),
+    schedule=_list(_object(name=_NAME, phase=_NAME, scope=_NAME, reads=_list(_NAME), writes=_list(_NAME)), minItems=1),
+    events=_object(file=_NAME, sha256=_DIGEST, lines=_COUNT),
     output=_map(_either(_SCALAR, _HEX_FLOAT)),
     sparse=_object(layers=_list(_COUNT), rows_selecting=_COUNT),
     bytes=_map(_SCALAR),
@@ -98,7 +112,7 @@ RECORD = _object(
     exit=_COUNT,
     gates_verdict=_VERDICT,
     verdict=_VERDICT,
-    self_test=_either(_TEXT, _NULL),
+    self_test=_either(_DIGEST, _NULL),
     previous=_either(_DIGEST, _NULL),
     failure=_either(_TEXT, _NULL),
 )
@@ -173,7 +187,7 @@ def _nothing(value: Any, schema: dict[str, Any], where: str) -> None:
     """Booleans and null have no further keywords."""
 
 
-_LATER = {"object": _object_of, "array": _array_of, "string": _string, "boolean": _nothing, "null": _nothing}
+_LATER: dict[str, Callable[[Any, dict[str, Any], str], None]] = {"object": _object_of, "array": _array_of, "string": _string, "boolean": _nothing, "null": _nothing}
 
 
 def _check(good: bool, where: str, message: str) -> None:

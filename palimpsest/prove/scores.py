@@ -1,6 +1,7 @@
 """What the selector really ranked: a digest of every row's visible scores, and the rows themselves in blocks.
 
-The scores of a chunk (rows x tokens) are never held together. Tiles arrive through the tap in key order; a block of at most ``SELECT_ROWS`` rows
+The scores of a chunk (rows x tokens) are never held together. Tiles arrive through the tap in key order; a block of at most
+``SELECT_ROWS`` rows
 is assembled, handed to a judge once its ids are written (the ``selected`` event), and forgotten.
 """
 

@@ -1,7 +1,7 @@
 """The recorded tail: a replay's own steps run again on private storage.
 
-Same implementations, same weights, other memory: latent records are gathered from the persistent caches of all ranks into private rows, ids keep their
-emitted order, and nothing planned is read or written except the weights.
+Same implementations, same weights, other memory: latent records are gathered from the persistent caches of all ranks into private
+rows, ids keep their emitted order, and nothing planned is read or written except the weights.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,9 @@ class Tail:
                 views[role] = {buffer: operands[role]}
             else:
                 assert kinds[buffer] in ("weights", "table"), f"tail of {name} would touch the planned {buffer}"
-        call = Call(name=name, params=bound.call.params, views=views, raws={}, scratch=Scratch(self._scratch[name]), comm=bound.call.comm)
+        call = Call(
+            name=name, params=bound.call.params, views=views, raws={}, scratch=Scratch(self._scratch[name]), comm=bound.call.comm
+        )
         with torch.no_grad():
             bound.run(call, chunk)
 
@@ -76,7 +78,9 @@ class Tail:
 
     def append(self, o: Observation, hidden: torch.Tensor) -> dict[str, dict[int, Bytes]]:
         """What appending the caller's ``hidden`` rows writes: cache -> local page -> its bytes, on pages that start as zeros."""
-        private: dict[str, torch.Tensor] = {"hidden": torch.empty((o.rows, *self.view("hidden").shape[1:]), dtype=self.view("hidden").dtype)}
+        private: dict[str, torch.Tensor] = {
+            "hidden": torch.empty((o.rows, *self.view("hidden").shape[1:]), dtype=self.view("hidden").dtype)
+        }
         bind = self._bound["bind_inputs"].step
         if any(role == "rope" for role, _ in bind.writes):
             private["rope"] = torch.empty((o.rows, *self.view("rope").shape[1:]), dtype=torch.float32)

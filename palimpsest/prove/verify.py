@@ -1,8 +1,9 @@
 """``palimpsest verify DIR``: a separate reader that trusts nothing a run says about itself.
 
-It imports neither the qualifier nor its gates nor torch. From the files alone it recomputes the manifest, checks every shape, derives from its own
-table which case x rank x gate cells must exist and how many units each must have checked, re-derives the storage relation from the recorded
-layout, replays the tie certificates' arithmetic, and forms the verdict again. The record's own verdict must come out the same.
+It imports neither the qualifier nor its gates nor torch. From the files alone it recomputes the manifest, checks every shape,
+derives from its own table which case x rank x gate cells must exist and how many units each must have checked, re-derives the
+storage relation from the recorded layout, replays the tie certificates' arithmetic, and forms the verdict again.
+The record's own verdict must come out the same.
 """
 
 import hashlib
@@ -15,11 +16,14 @@ from typing import Any
 from palimpsest.core.canon import canonical
 from palimpsest.core.errors import EvidenceError
 from palimpsest.prove import schema
+from palimpsest.prove.verify_events import check_events
 from palimpsest.prove.verify_layout import check_layout
 from palimpsest.prove.verify_table import Table, case_ids
 from palimpsest.prove.verify_ties import check_certificates
 
-_FILES = ("flags.jsonl", "log.txt", "record.json", "ties.jsonl")
+_FILES = ("events.jsonl", "flags.jsonl", "log.txt", "record.json", "ties.jsonl")
+#: there when a self-test licensed the run
+_MATRIX = "kill_matrix.json"
 _MANIFEST = "MANIFEST.sha256"
 _ORDER = ("PASS", "INCONCLUSIVE", "FAIL", "ERROR")
 #: bytes of one evidence file that are read at most
@@ -56,13 +60,22 @@ def verify(folder: Path) -> Verified:
     _require(files["record.json"] == (canonical(record) + "\n").encode(), "record.json is not in canonical form: it was edited")
     flags = _lines(files["flags.jsonl"], "flags.jsonl", schema.FLAG)
     found = hashlib.sha256(files["flags.jsonl"]).hexdigest()
-    _require(found == record["flags"]["sha256"], f"flags.jsonl has digest {found[:16]}..., the record names {record['flags']['sha256'][:16]}...")
+    _require(
+        found == record["flags"]["sha256"],
+        f"flags.jsonl has digest {found[:16]}..., the record names {record['flags']['sha256'][:16]}...",
+    )
+    found = hashlib.sha256(files["events.jsonl"]).hexdigest()
+    _require(found == record["events"]["sha256"], f"events.jsonl has digest {found[:16]}..., the record names {record['events']['sha256'][:16]}...")
     if record["failure"] is not None:
         return _failed_run(folder, record, flags)
     _check_cases(record)
     check_layout(record)
     cells = _check_cells(record, flags)
     certificates = check_certificates(_lines(files["ties.jsonl"], "ties.jsonl", None), record, cells)
+    _check_matrix(files.get(_MATRIX), record)
+    events = _lines(files["events.jsonl"], "events.jsonl", None)
+    _require(len(events) == record["events"]["lines"], f"events.jsonl has {len(events)} lines, the record counts {record['events']['lines']}")
+    check_events(events, record, cells)
     gates = _worst(flag["verdict"] for flag in flags)
     if record["sparse"]["rows_selecting"] == 0:
         gates = _worst((gates, "FAIL"))
@@ -78,7 +91,8 @@ def _finish(folder: Path, record: dict[str, Any], flags: list[dict[str, Any]], g
         f"{f['case']}/rank{f['rank']}/{f['gate']}: {f['verdict']}: {f['first_failure']}" for f in flags if f["verdict"] != "PASS"
     )
     return Verified(
-        folder=folder.name, run_id=record["run_id"], verdict=verdict, gates_verdict=gates, cells=len(flags), certificates=certificates,
+        folder=folder.name, run_id=record["run_id"], verdict=verdict, gates_verdict=gates, cells=len(flags),
+        certificates=certificates,
         failures=failures, plan_digest=record["plan"]["alias"]["digest"], gates_absent=tuple(record["gates_absent"]),
     )  # fmt: skip
 
@@ -100,21 +114,27 @@ def _read_folder(folder: Path) -> dict[str, bytes]:
     there = {path.name for path in folder.iterdir()}
     for name in (*_FILES, _MANIFEST):
         _require(name in there, f"{folder}: {name} is missing")
-    extra = sorted(there - {*_FILES, _MANIFEST})
+    names = (*_FILES, _MATRIX) if _MATRIX in there else _FILES
+    extra = sorted(there - {*names, _MANIFEST})
     _require(not extra, f"{folder}: {extra[0] if extra else ''} does not belong to an evidence folder")
-    files = {name: _read(folder / name) for name in (*_FILES, _MANIFEST)}
+    files = {name: _read(folder / name) for name in (*names, _MANIFEST)}
     listed = _manifest(files[_MANIFEST])
-    _require(set(listed) == set(_FILES), f"{_MANIFEST} lists {sorted(listed)}, the folder holds {sorted(_FILES)}")
+    _require(set(listed) == set(names), f"{_MANIFEST} lists {sorted(listed)}, the folder holds {sorted(names)}")
     for name, wanted in listed.items():
         found = hashlib.sha256(files[name]).hexdigest()
-        _require(found == wanted, f"{name} has digest {found[:16]}..., {_MANIFEST} says {wanted[:16]}...: it was edited or cut short")
+        _require(
+            found == wanted, f"{name} has digest {found[:16]}..., {_MANIFEST} says {wanted[:16]}...: it was edited or cut short"
+        )
     return files
 
 
 def _read(path: Path) -> bytes:
     status = path.lstat()
     _require(stat.S_ISREG(status.st_mode), f"{path.name} is not a regular file")
-    _require(status.st_size <= _FILE_CAP, f"{path.name} has {status.st_size} bytes, more than the {_FILE_CAP} an evidence file may have")
+    _require(
+        status.st_size <= _FILE_CAP,
+        f"{path.name} has {status.st_size} bytes, more than the {_FILE_CAP} an evidence file may have",
+    )
     return path.read_bytes()
 
 
@@ -154,10 +174,34 @@ def _parse(raw: bytes, where: str) -> Any:
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_float=_refuse_float, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise EvidenceError(f"{where} is not JSON at line {error.lineno} column {error.colno}: it was edited or cut short") from None
+        raise EvidenceError(
+            f"{where} is not JSON at line {error.lineno} column {error.colno}: it was edited or cut short"
+        ) from None
     except RecursionError:
         raise EvidenceError(f"{where} is nested deeper than {_DEPTH_CAP}") from None
+    except EvidenceError:
+        raise
+    except ValueError:
+        raise EvidenceError(f"{where} holds an integer of thousands of digits") from None
+    _check_plain(value, where)
     return value
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """At most ``_DEPTH_CAP`` levels, and text that UTF-8 can hold: an escape may name half of a surrogate pair."""
+    layer = [value]
+    for _ in range(_DEPTH_CAP + 1):
+        texts = [item for item in layer if isinstance(item, str)]
+        layer = [item for item in layer if isinstance(item, (dict, list))]
+        texts += [key for item in layer if isinstance(item, dict) for key in item]
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError:
+            raise EvidenceError(f"{where} holds half of a surrogate pair, which is no text") from None
+        if not layer:
+            return
+        layer = [child for item in layer for child in (item.values() if isinstance(item, dict) else item)]
+    raise EvidenceError(f"{where} is nested deeper than {_DEPTH_CAP}")
 
 
 def _lines(raw: bytes, name: str, shape: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -169,6 +213,19 @@ def _lines(raw: bytes, name: str, shape: dict[str, Any] | None) -> list[dict[str
             schema.validate(row, shape, f"{name} line {number}")
         rows.append(row)
     return rows
+
+
+def _check_matrix(raw: bytes | None, record: dict[str, Any]) -> None:
+    """A record that names a self-test carries it, passed, for the very source that ran; one that names none says so. Raises EvidenceError."""
+    named = record["self_test"]
+    _require((raw is None) == (named is None), f"record.json names self-test {named}, and {_MATRIX} is {'missing' if raw is None else 'there'}")
+    _require((named is None) == ("V4" in record["gates_absent"]), f"record.json names self-test {named} and lists {record['gates_absent']} as absent")
+    if raw is None:
+        return
+    _require(hashlib.sha256(raw).hexdigest() == named, f"{_MATRIX} is not the self-test that record.json names")
+    matrix = _parse(raw, _MATRIX)
+    good = isinstance(matrix, dict) and matrix.get("verdict") == "PASS" and matrix.get("package_digest") == record["source"]["package_digest"]
+    _require(good, f"{_MATRIX} did not pass, or is of another source than this run")
 
 
 def _check_cases(record: dict[str, Any]) -> None:
@@ -188,13 +245,24 @@ def _check_cells(record: dict[str, Any], flags: list[dict[str, Any]]) -> dict[tu
         _require(key not in cells, f"flags.jsonl holds {name} twice")
         _require(key in expected, f"flags.jsonl holds {name}, which no case demands")
         cells[key] = flag
-        _require(flag["n_expected"] == expected[key], f"{name} expected {flag['n_expected']} units, its case demands {expected[key]}")
+        _require(
+            flag["n_expected"] == expected[key], f"{name} expected {flag['n_expected']} units, its case demands {expected[key]}"
+        )
         if flag["verdict"] != "ERROR":
-            _require(flag["n_checked"] == expected[key], f"{name} checked {flag['n_checked']} of {expected[key]} units and says {flag['verdict']}")
-        _require((flag["verdict"] == "PASS") == (flag["first_failure"] is None), f"{name} says {flag['verdict']} and {flag['first_failure']!r}")
+            _require(
+                flag["n_checked"] == expected[key],
+                f"{name} checked {flag['n_checked']} of {expected[key]} units and says {flag['verdict']}",
+            )
+        _require(
+            (flag["verdict"] == "PASS") == (flag["first_failure"] is None),
+            f"{name} says {flag['verdict']} and {flag['first_failure']!r}",
+        )
     missing = sorted(set(expected) - set(cells))
     _require(not missing, f"flags.jsonl lacks {len(missing)} cells, the first is {_cell_name(missing)}")
-    _require(record["flags"]["cells"] == len(cells), f"record.json counts {record['flags']['cells']} cells, flags.jsonl has {len(cells)}")
+    _require(
+        record["flags"]["cells"] == len(cells),
+        f"record.json counts {record['flags']['cells']} cells, flags.jsonl has {len(cells)}",
+    )
     _check_case_verdicts(record, flags)
     return cells
 

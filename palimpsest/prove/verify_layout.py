@@ -21,7 +21,9 @@ def check_layout(record: dict[str, Any]) -> None:
     _check_histories(plans["alias"]["views"])
     _check_same_but_index(plans["base"]["views"], plans["alias"]["views"])
     saving = plans["base"]["logical"] - plans["alias"]["logical"]
-    wanted = record["facts"]["index_record_bytes"] * record["limits"]["tokens"]
+    each = record["facts"].get("index_record_bytes")
+    _require(type(each) is int, f"facts.index_record_bytes is {each!r}, a whole number is wanted")
+    wanted = each * record["limits"]["tokens"]
     _require(saving == wanted, f"base minus alias is {saving} bytes, the index history has {wanted}")
 
 
@@ -32,8 +34,14 @@ def _check_views(plan: dict[str, Any], name: str) -> None:
         _require(place["segment"] in segments, f"{where} lies in segment {place['segment']!r}, which is not listed")
         end, size = place["offset"] + place["bytes"], segments[place["segment"]]
         _require(end <= size, f"{where} ends at {end}, its segment has {size} bytes")
-        _require(place["align"] > 0 and place["offset"] % place["align"] == 0, f"{where} starts at {place['offset']}, aligned to {place['align']}")
-    _require(sum(segments.values()) == plan["logical"], f"plan.{name}: segments sum to {sum(segments.values())}, logical is {plan['logical']}")
+        _require(
+            place["align"] > 0 and place["offset"] % place["align"] == 0,
+            f"{where} starts at {place['offset']}, aligned to {place['align']}",
+        )
+    _require(
+        sum(segments.values()) == plan["logical"],
+        f"plan.{name}: segments sum to {sum(segments.values())}, logical is {plan['logical']}",
+    )
     found = {tuple(sorted(pair)) for pair in _shared(plan["views"])}
     named = {tuple(sorted(pair)) for pair in plan["shared"]}
     _require(found == named, f"plan.{name}: pairs sharing bytes differ from those listed: {sorted(found ^ named)[:1]}")
@@ -68,7 +76,9 @@ def _check_histories(views: dict[str, Any]) -> None:
 def _check_same_but_index(base: dict[str, Any], alias: dict[str, Any]) -> None:
     _require(set(base) == set(alias), f"the arrangements hold different buffers: {sorted(set(base) ^ set(alias))[:1]}")
     for name in sorted(set(base) - {_INDEX}):
-        _require(base[name] == alias[name], f"{name} lies at {base[name]['offset']} in base and at {alias[name]['offset']} in alias")
+        _require(
+            base[name] == alias[name], f"{name} lies at {base[name]['offset']} in base and at {alias[name]['offset']} in alias"
+        )
 
 
 def _require(good: bool, message: str) -> None:

@@ -1,8 +1,8 @@
-"""Which reusable bytes a replay may change, derived from the program's declarations, and whether any other byte did (gates S6, V2).
+"""Which reusable bytes a replay may change, by the program's declarations, and whether any other byte did (gates S6, V2).
 
-Written for the qualifier and not shared with the runtime's own guards. The complement of the declared write set is sealed by a CRC-32 per block
-right after the poison was laid, and compared at two checkpoints: before the latent gather (so that nothing may lie past the index history
-yet) and at the end.
+Written for the qualifier and not shared with the runtime's own guards. The complement of the declared write set is sealed by a
+CRC-32 per block right after the poison was laid, and compared at two checkpoints: before the latent gather (so that nothing may
+lie past the index history yet) and at the end.
 """
 
 import zlib
@@ -112,10 +112,10 @@ class WriteSet:
 
     def _seal(self, spans: list[Span]) -> dict[Span, int]:
         blocks = [(at, min(at + _BLOCK, stop)) for start, stop in spans for at in range(start, stop, _BLOCK)]
-        return {span: zlib.crc32(self._memory[span[0] : span[1]]) for span in blocks}
+        return {span: zlib.crc32(self._memory[span[0] : span[1]].data) for span in blocks}
 
     def _damage(self, sealed: dict[Span, int]) -> Span | None:
-        return next((span for span, seal in sealed.items() if zlib.crc32(self._memory[span[0] : span[1]]) != seal), None)
+        return next((span for span, seal in sealed.items() if zlib.crc32(self._memory[span[0] : span[1]].data) != seal), None)
 
     def damage_before_latent(self) -> Span | None:
         """The first block, outside what the steps so far may write, that changed."""

@@ -79,8 +79,12 @@ def load_geometry(model: str) -> Geometry:
 
 
 def geometry_from_config(config: dict[str, Any], name: str) -> Geometry:
-    """Geometry from a parsed ``config.json``. Raises BadConfig for impossible values, Unsupported for what no recipe computes."""
-    return recipe(family_of(config)).geometry(config, name)
+    """Geometry from a parsed ``config.json``. Raises BadConfig for impossible values, Unsupported for what no recipe computes.
+
+    ``name`` may be any folder's name: what a plan or a terminal cannot hold becomes ``?``.
+    """
+    shown = "".join(letter if letter.isprintable() else "?" for letter in name[:200])
+    return recipe(family_of(config)).geometry(config, shown)
 
 
 def default_formats(geometry: Geometry) -> Formats:

@@ -33,7 +33,9 @@ def show(geometry: Geometry, fit: Fit, scope: str, enough: int = 0) -> None:
     else:
         if fit.cannot:
             total = sum(nbytes for _, nbytes in fit.cannot)
-            console.print(f"the smallest set that cannot fit: {len(fit.cannot)} buffers, together {_size(total)}, all needed at once\n")
+            console.print(
+                f"the smallest set that cannot fit: {len(fit.cannot)} buffers, together {_size(total)}, all needed at once\n"
+            )
             console.print(_cannot(fit))
         console.print(_next_step(fit, enough), markup=False)
     for note in fit.notes:

@@ -49,7 +49,7 @@ def write_html(program: Program, on: Plan, off: Plan, path: str | Path) -> Path:
         title=html.escape(seen.title), subtitle=html.escape(seen.subtitle), body=body, digest=html.escape(seen.digest),
         rows=_table(seen),
     )  # fmt: skip
-    return _write(path, text.encode("utf-8"))
+    return replace_file(path, text.encode("utf-8"))
 
 
 def write_image(program: Program, on: Plan, off: Plan, path: str | Path) -> Path:
@@ -63,7 +63,7 @@ def write_image(program: Program, on: Plan, off: Plan, path: str | Path) -> Path
     _library("matplotlib")
     from palimpsest.report.slide import draw
 
-    return _write(path, draw(_drawable(program, on, off), kind, COLOURS))
+    return replace_file(path, draw(_drawable(program, on, off), kind, COLOURS))
 
 
 def add_picture_arguments(parser: Any) -> None:
@@ -107,7 +107,8 @@ def _drawable(program: Program, on: Plan, off: Plan) -> Scene:
     return seen
 
 
-def _write(path: str | Path, data: bytes) -> Path:
+def replace_file(path: str | Path, data: bytes) -> Path:
+    """Write a file beside its place and rename it; returns the path. Raises BadConfig when the folder is missing."""
     target = Path(path)
     if not target.parent.is_dir():
         raise BadConfig(f"folder {str(target.parent)!r} does not exist; make it first")

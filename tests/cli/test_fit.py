@@ -80,7 +80,9 @@ def test_rows_or_ranks_are_searched_when_the_context_is_given(capsys):
     assert (rows["asked"], rows["limits"]["tokens"], rows["limits"]["rows"]) == ("rows", 1 << 20, 33_686)
     _, out, _ = run(capsys, *LAYER[:5], "--context", "1M", "--json")
     ranks = json.loads(out)["fit"]
-    assert (ranks["asked"], ranks["limits"]["ranks"], ranks["limits"]["rows"]) == ("ranks", 4, 4096) or ranks["limits"]["ranks"] < 16
+    assert (ranks["asked"], ranks["limits"]["ranks"], ranks["limits"]["rows"]) == ("ranks", 4, 4096) or ranks["limits"][
+        "ranks"
+    ] < 16
     _, out, _ = run(capsys, *LAYER, "--context", "1M", "--rows", "4096", "--json")
     assert json.loads(out)["fit"]["limits"] == {"tokens": 1 << 20, "rows": 4096, "ranks": 16, "page": 64}
 

@@ -50,7 +50,9 @@ def violations(made: Program, plan: Plan, seed: int):
     pairs = [(a, b) for a in reusable for b in reusable if a.buffer < b.buffer]
 
     def moved(name: str, **changes) -> Plan:
-        return dataclasses.replace(plan, places=tuple(dataclasses.replace(p, **changes) if p.buffer == name else p for p in plan.places))
+        return dataclasses.replace(
+            plan, places=tuple(dataclasses.replace(p, **changes) if p.buffer == name else p for p in plan.places)
+        )
 
     one = draw.choice(reusable)
     yield "size", moved(one.buffer, nbytes=one.nbytes + 1)

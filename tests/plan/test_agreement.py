@@ -1,4 +1,4 @@
-"""The placer, the checker and the stand-alone verifier agree on thousands of random programs, and every planted violation is found."""
+"""The placer, the checker and the stand-alone verifier agree on thousands of random programs; planted violations are found."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The planner's bars on the real models: at the lower bound, certified, the same every time, with shared addresses in every layer."""
+"""The planner's bars on the real models: at the lower bound, certified, the same every time, one address per role."""
 
 import pytest
 

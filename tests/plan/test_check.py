@@ -69,7 +69,9 @@ def test_the_arrangement_without_reuse_survives_the_swap_only_as_another_program
 def test_dropping_the_barrier_is_refused_for_several_ranks():
     made = k31_program()
     without = made.with_steps(tuple(s for s in made.steps if s.scope != "all"))
-    refused(without, place(made), "step gather_latent", "step index_select", "16 ranks", "138,412,032", "put a barrier between them")
+    refused(
+        without, place(made), "step gather_latent", "step index_select", "16 ranks", "138,412,032", "put a barrier between them"
+    )
 
 
 def test_a_plan_of_another_program_is_refused_even_when_its_bytes_are_safe():

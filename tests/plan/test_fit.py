@@ -51,7 +51,11 @@ def test_the_inverse_agrees_with_trying_every_shape():
 
     def build(limits):
         return program(
-            [buffer("cache", limits.rank_pages * limits.page * 3, kind="persistent"), buffer("hist", limits.tokens * 5), buffer("q", limits.rows * 40)],
+            [
+                buffer("cache", limits.rank_pages * limits.page * 3, kind="persistent"),
+                buffer("hist", limits.tokens * 5),
+                buffer("q", limits.rows * 40),
+            ],
             [step("s0", writes="q", reads="cache"), step("s1", writes="hist"), step("s2", reads="hist q")],
             limits=limits,
         )  # fmt: skip

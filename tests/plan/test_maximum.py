@@ -28,7 +28,7 @@ def test_the_layer_prepares_the_maximum_of_all_small_shapes(layer, ranks, format
 
 
 def test_the_plan_is_the_brute_force_maximum():
-    """Peak of the plan at the limits = the largest live sum over all shapes: nothing smaller needs more, and nothing is wasted."""
+    """Peak of the plan at the limits = the largest live sum over all shapes: nothing smaller needs more, nothing is wasted."""
     limits = Limits(64, 33, 2, 8)
 
     def build(shape):

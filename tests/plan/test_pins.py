@@ -118,7 +118,10 @@ def test_identical_layers_have_one_address_per_role():
 
 def test_members_that_are_alive_together_form_classes():
     """Three states of one residual stream, all needed at the end, and a fourth buffer that fits into the first one's bytes."""
-    steps = [step(f"s{i}", writes=f"state.{i}") for i in range(3)] + [step("sum", reads="state.0 state.1 state.2"), step("s4", writes="state.4")]
+    steps = [step(f"s{i}", writes=f"state.{i}") for i in range(3)] + [
+        step("sum", reads="state.0 state.1 state.2"),
+        step("s4", writes="state.4"),
+    ]
     made = program([buffer(f"state.{i}", 64) for i in (0, 1, 2, 4)], steps)
     problem = fold(Lifetimes(made))
     assert sorted(map(len, problem.members)) == [1, 1, 2]

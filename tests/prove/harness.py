@@ -37,7 +37,9 @@ def qualify_locally(made: Job, mutant: Mutant | None = None, seed: int = 0) -> l
     def alter(arrangement: str, known: dict[str, Implementation]) -> dict[str, Implementation]:
         return {op: _wrapped(arrangement, op, run, mutant) for op, run in known.items()} if mutant else known
 
-    return run_local(made.profile.ranks, lambda comm: Qualifier(comm, Setup(parsed), lambda e: None, alter=alter).run(), seed=seed)
+    return run_local(
+        made.profile.ranks, lambda comm: Qualifier(comm, Setup(parsed), lambda e: None, alter=alter).run(), seed=seed
+    )
 
 
 def _wrapped(arrangement: str, op: str, run: Implementation, mutant: Mutant) -> Implementation:

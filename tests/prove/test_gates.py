@@ -31,7 +31,7 @@ def test_no_cell_is_an_error() -> None:
 
 def test_gates_of_this_issue_are_registered_and_the_others_are_absent() -> None:
     wanted = "S1 S2 S3 S4 S5 S6 A1 A2 A3 X1 X2 X3 X4 X5 X6 K1 K2 K3 K4 K5 K6 O0 O1 O1s O2 O6 V1 V2 V3 V5"
-    assert set(GATES) == set(wanted.split())
+    assert set(wanted.split()) <= set(GATES)
     assert not set(GATES) & set(ABSENT)
 
 
@@ -127,7 +127,7 @@ def test_a_shifted_view_is_caught(planned, name: str, buffer: str, by: int, gate
 
 
 def test_an_alias_that_was_lost_is_caught(planned) -> None:
-    program, base, alias, record = planned
+    program, base, _, record = planned
     assert sealed(base, program, "alias").cells["S3"].verdict == "FAIL"
     sheet = Sheet(SEAL, 0)
     gates_storage.saving(sheet, base, base, requested={"base": base.total, "alias": base.total}, record=record)
@@ -156,7 +156,11 @@ def test_mapped_bytes_are_itemised(planned) -> None:
     plans, good = {"base": base, "alias": alias}, {"base": mappings(base), "alias": mappings(alias)}
     extra = Mapped("palimpsest-extra", 8, 0, 2 << 20, "rw-s", 0, 0)
     short = [dataclasses.replace(m, pss=m.pss - 4096) for m in good["alias"]]
-    for found, verdict in ((good, "PASS"), (good | {"alias": [*good["alias"], extra]}, "FAIL"), (good | {"alias": short}, "FAIL")):
+    for found, verdict in (
+        (good, "PASS"),
+        (good | {"alias": [*good["alias"], extra]}, "FAIL"),
+        (good | {"alias": short}, "FAIL"),
+    ):
         sheet = Sheet(SEAL, 0)
         gates_storage.mapped_bytes(sheet, found, plans)
         assert sheet.cells["A2"].verdict == verdict
@@ -204,7 +208,9 @@ def test_a_view_that_moved_is_named() -> None:
 WANTED = {"tie_rows": 2, "sides": 2, "shards": 2, "zero_rows": 1, "pads": 0, "boundary": 3}
 
 
-@pytest.mark.parametrize(("name", "gates"), [("tie_rows", {"K6", "V3"}), ("sides", {"K6", "V3"}), ("zero_rows", {"K6", "V3"}), ("boundary", {"V3"})])
+@pytest.mark.parametrize(
+    ("name", "gates"), [("tie_rows", {"K6", "V3"}), ("sides", {"K6", "V3"}), ("zero_rows", {"K6", "V3"}), ("boundary", {"V3"})]
+)
 def test_a_case_that_does_not_show_what_it_must_is_inconclusive(name: str, gates: set[str]) -> None:
     for short in (0, 1):
         sheet = Sheet("C03", 0)

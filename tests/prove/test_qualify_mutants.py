@@ -14,7 +14,6 @@ from harness import Mutant, failing, job, qualify_locally, verdicts
 from palimpsest.core.errors import RankError
 from palimpsest.kernels.call import Call, Chunk, Implementation
 
-
 Change = Callable[[Call, Chunk], object]
 
 
@@ -119,9 +118,24 @@ def drop_last_records(call: Call, chunk: Chunk) -> None:
 CASES = [
     ("scales one record off", "C02", after("gather_history", shift_scales, "gather_index"), {"X4", "K3"}),
     ("index written past the visible tokens", "C02", after("gather_history", write_past_visible, "gather_index"), {"S6", "V2"}),
-    ("a bit of the gathered latents", "C02", after("gather_history", lambda c, k: flip(c.view("history")), "gather_latent"), {"X4"}),
-    ("a bit of the persistent cache", "C02", after("gather_history", lambda c, k: flip(c.view("cache")), "gather_latent"), {"S5"}),
-    ("a bit of the persistent cache, alias only", "C02", after("gather_history", lambda c, k: flip(c.view("cache")), "gather_latent", "alias"), {"X1"}),
+    (
+        "a bit of the gathered latents",
+        "C02",
+        after("gather_history", lambda c, k: flip(c.view("history")), "gather_latent"),
+        {"X4"},
+    ),
+    (
+        "a bit of the persistent cache",
+        "C02",
+        after("gather_history", lambda c, k: flip(c.view("cache")), "gather_latent"),
+        {"S5"},
+    ),
+    (
+        "a bit of the persistent cache, alias only",
+        "C02",
+        after("gather_history", lambda c, k: flip(c.view("cache")), "gather_latent", "alias"),
+        {"X1"},
+    ),
     ("a wrong id", "C02", after("index_select", wrong_id), {"K2"}),
     ("a wrong id, alias only", "C02", after("index_select", wrong_id, only="alias"), {"K2", "O1"}),
     ("the selector picks a wrong id", "C02", "select_wrongly", {"K2", "K3"}),
@@ -131,9 +145,24 @@ CASES = [
     ("stale ids of the other rank", "C02", after("exchange_ids", stale_ids), {"X5"}),
     ("rows past the chunk not padded", "C05", after("exchange_ids", unpadded), {"K1"}),
     ("ids in another order", "C02", after("index_select", turn_ids), {"K1"}),
-    ("head weights doubled, alias only", "C02", after("index_query", lambda c, k: c.view("head_weights").mul_(2), only="alias"), {"X3", "K2"}),
-    ("an index query bit, alias only", "C02", after("index_query", lambda c, k: flip(c.view("index_query")), only="alias"), {"X2"}),
-    ("an attention query bit, alias only", "C02", after("attention_query", lambda c, k: flip(c.view("query")), only="alias"), {"X2"}),
+    (
+        "head weights doubled, alias only",
+        "C02",
+        after("index_query", lambda c, k: c.view("head_weights").mul_(2), only="alias"),
+        {"X3", "K2"},
+    ),
+    (
+        "an index query bit, alias only",
+        "C02",
+        after("index_query", lambda c, k: flip(c.view("index_query")), only="alias"),
+        {"X2"},
+    ),
+    (
+        "an attention query bit, alias only",
+        "C02",
+        after("attention_query", lambda c, k: flip(c.view("query")), only="alias"),
+        {"X2"},
+    ),
     ("a weight changed", "C02", after("query_latent", lambda c, k: flip(c.view("q_a"))), {"X6"}),
     ("the caller's rows changed", "C02", after("bind_inputs", lambda c, k: flip(k.hidden)), {"X6"}),
     ("a context bit", "C02", after("sparse_attend", lambda c, k: flip(c.view("context")), only="alias"), {"O1"}),

@@ -21,10 +21,15 @@ def test_a_published_folder_holds_its_manifest(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "evidence").iterdir()] == [final.name]
 
 
-def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), EvidenceFolder(tmp_path / "evidence", new_run_id()) as folder:
+def interrupted(root: Path) -> None:
+    with EvidenceFolder(root, new_run_id()) as folder:
         folder.write("record.json", "{}\n")
         raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(tmp_path / "evidence")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -42,7 +47,10 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(Unavailable, match="the disk is full; free some space or name another place"), EvidenceFolder(tmp_path / "e", new_run_id()) as folder:
+    with (
+        pytest.raises(Unavailable, match="the disk is full; free some space or name another place"),
+        EvidenceFolder(tmp_path / "e", new_run_id()) as folder,
+    ):
         folder.write("record.json", "{}\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -60,10 +68,11 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable), EvidenceFolder(tmp_path, new_run_id()) as folder:
+    with EvidenceFolder(tmp_path, new_run_id()) as folder:
         folder.final.mkdir()
         (folder.final / "record.json").write_text("mine")
-        folder.publish()
+        with pytest.raises(Unavailable):
+            folder.publish()
     assert (folder.final / "record.json").read_text() == "mine"
 
 

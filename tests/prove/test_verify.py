@@ -92,7 +92,7 @@ def test_both_validators_refuse_the_same(outcome: Outcome, value: Any) -> None:
 def test_an_edited_file_without_a_new_manifest(folder: Path) -> None:
     text = (folder / "flags.jsonl").read_text()
     (folder / "flags.jsonl").write_text(text.replace('"n_checked":2', '"n_checked":3', 1))
-    with pytest.raises(EvidenceError, match="flags.jsonl has digest .* edited or cut short"):
+    with pytest.raises(EvidenceError, match=r"flags[.]jsonl has digest .* edited or cut short"):
         verify(folder)
 
 
@@ -105,14 +105,14 @@ def test_a_missing_file(folder: Path, name: str) -> None:
 
 def test_an_extra_file(folder: Path) -> None:
     (folder / "notes.txt").write_text("hello")
-    with pytest.raises(EvidenceError, match="notes.txt does not belong"):
+    with pytest.raises(EvidenceError, match=r"notes[.]txt does not belong"):
         verify(folder)
 
 
 def test_a_link_instead_of_a_file(folder: Path, tmp_path: Path) -> None:
     (folder / "log.txt").rename(tmp_path / "elsewhere")
     (folder / "log.txt").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(EvidenceError, match="log.txt is not a regular file"):
+    with pytest.raises(EvidenceError, match=r"log[.]txt is not a regular file"):
         verify(folder)
 
 
@@ -200,7 +200,7 @@ def test_hostile_json(folder: Path, text: str) -> None:
 def test_an_invented_certificate(folder: Path) -> None:
     (folder / "ties.jsonl").write_text(canonical({"case": "C03", "replay": 0, "certificate": {}, "records": {}}) + "\n")
     seal_again(folder)
-    with pytest.raises(EvidenceError, match="ties.jsonl line 1"):
+    with pytest.raises(EvidenceError, match=r"ties[.]jsonl line 1"):
         verify(folder)
 
 
@@ -210,7 +210,9 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 
 def test_verify_imports_neither_the_qualifier_nor_torch() -> None:
-    code = "import sys, palimpsest.prove.verify; print([m for m in sys.modules if m in ('torch', 'numpy', 'rich') or 'prove' in m])"
+    code = (
+        "import sys, palimpsest.prove.verify; print([m for m in sys.modules if m in ('torch', 'numpy', 'rich') or 'prove' in m])"
+    )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "torch" not in loaded
     assert "numpy" not in loaded

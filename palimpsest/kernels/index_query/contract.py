@@ -1,7 +1,15 @@
 """Index queries and head weights of the rows this rank selects for."""
 
 from palimpsest.core.contract import OpContract, Operand
-from palimpsest.kernels.sizes import hadamard_scratch, linear_scratch, quantise_scratch, rotation_scratch, tile_scratch
+from palimpsest.kernels.sizes import (
+    AMX_ENGINES,
+    amx_query_scratch,
+    hadamard_scratch,
+    linear_scratch,
+    quantise_scratch,
+    rotation_scratch,
+    tile_scratch,
+)
 
 
 def _scratch(
@@ -14,7 +22,8 @@ def _scratch(
         + quantise_scratch(dim, dim)
         + tile_scratch(dim)
     )
-    return weights + query + (hadamard_scratch(dim) if hadamard else 0)
+    plain = weights + query + (hadamard_scratch(dim) if hadamard else 0)
+    return max(plain, amx_query_scratch(q_lora, heads, dim)) if engine in AMX_ENGINES else plain
 
 
 CONTRACT = OpContract(

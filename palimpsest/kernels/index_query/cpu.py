@@ -26,11 +26,11 @@ def run(call: Call, chunk: Chunk) -> None:
     size = call.view("index_query").shape[0]
     start, stop = row_slice(call.comm.rank, call.params["ranks"], size * call.params["ranks"], chunk.rows)
     if start < stop:
-        _head_weights(call, start, stop)
+        head_weights(call, start, stop)
         _queries(call, start, stop)
 
 
-def _head_weights(call: Call, start: int, stop: int) -> None:
+def head_weights(call: Call, start: int, stop: int) -> None:
     """head_weights[i, h] = fp32(fp32(dot * heads**-0.5) * dim**-0.5)"""
     p = call.params
     projection = make_projection(call, call.view("index_w"), p["hidden"], p["heads"])

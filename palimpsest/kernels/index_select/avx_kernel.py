@@ -119,9 +119,11 @@ def pass_tiles(group, keys, scales, seen, start, stop, shared, nans):
     tile, dim, columns = group.scores.shape[1], keys.shape[1], group.columns
     for first in range(start, stop, tile):
         count = min(tile, stop - first)
-        for j in range(count):
+        for at in range(0, count, 16):
+            block, place = at // RUN, at % RUN
             for d in range(columns.shape[1]):
-                columns[j // RUN, d, j % RUN] = group.table[keys[first + j, d]] if d < dim else np.float32(0)
+                for j in range(min(16, count - at)):
+                    columns[block, d, place + j] = group.table[keys[first + at + j, d]] if d < dim else np.float32(0)
         for row in range(seen.shape[0]):
             visible = min(count, seen[row] - first)
             if visible > 0:
