@@ -115,8 +115,8 @@ def selection_fault(picked: NDArray[Any], cutoff: Cutoff, value: F64) -> str:
     below = np.setdiff1d(np.setdiff1d(inside, cutoff.above), cutoff.equal)
     said = [faults[0]]
     if len(missing):
-        said.append(f"id {int(missing[0])} scores {float(value[missing[0]])} and was left out")
+        said.append(f"id {int(missing[0])} scores {value[missing[0]]:.9g} and was left out")
     if len(below):
-        said.append(f"id {int(below[0])} scores {float(value[below[0]])} and was taken")
-    tau = "no cutoff" if cutoff.tau is None else f"the cutoff is {float(cutoff.tau)}, {len(cutoff.equal)} at it, {cutoff.needed} needed"
+        said.append(f"id {int(below[0])} scores {value[below[0]]:.9g} and was taken")
+    tau = "no cutoff" if cutoff.tau is None else f"the cutoff is {float(cutoff.tau):.9g}, {len(cutoff.equal)} at it, {cutoff.needed} needed"
     return "; ".join([*said, tau])

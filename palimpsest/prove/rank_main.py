@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo  # the seal guard's first use imports it: seconds, once here instead of once in every forked rank
 
 from palimpsest.kernels.call import TORCH_DTYPES, Implementation
 from palimpsest.prove import fill, gates_output, gates_pairs, gates_select, gates_storage

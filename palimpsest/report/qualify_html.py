@@ -38,7 +38,7 @@ def write_report(folder: Path, path: Path) -> Path:
     record = json.loads((folder / "record.json").read_text())
     flags = _lines(folder / "flags.jsonl")
     ties = _lines(folder / "ties.jsonl")
-    return replace_file(path, _render(_page(found, record, flags, ties, folder)).encode())
+    return replace_file(path, render(found, record, flags, ties, folder.name).encode())
 
 
 def ready(path: Path) -> None:
@@ -55,14 +55,15 @@ def _library() -> Any:
         raise Unavailable("the HTML report needs jinja2, which is not installed; pip install 'palimpsest[report]' (or leave out --html)") from None
 
 
-def _render(page: Tree) -> str:
+def render(found: Verified, record: Tree, flags: list[Tree], ties: list[Tree], folder: str) -> str:
+    """The page's text, from what the reader found and the values of record.json, flags.jsonl and ties.jsonl; ``folder`` is shown."""
     jinja2 = _library()
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("palimpsest.report", "templates"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"bytes": format_bytes, "count": format_count}
-    text: str = environment.get_template("qualify.html.j2").render(page)
+    text: str = environment.get_template("qualify.html.j2").render(_page(found, record, flags, ties, folder))
     return text
 
 
@@ -70,12 +71,12 @@ def _lines(path: Path) -> list[Tree]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _page(found: Verified, record: Tree, flags: list[Tree], ties: list[Tree], folder: Path) -> Tree:
+def _page(found: Verified, record: Tree, flags: list[Tree], ties: list[Tree], folder: str) -> Tree:
     """Everything the template shows."""
     gates = [g for g in GATES if any(f["gate"] == g for f in flags)]
     bad = sorted((f for f in flags if f["verdict"] != "PASS"), key=lambda f: -VERDICTS.index(f["verdict"]))
     return {
-        "r": record, "found": found, "headline": headline(record), "folder": folder.name, "marks": _MARKS,
+        "r": record, "found": found, "headline": headline(record), "folder": folder, "marks": _MARKS,
         "gates": gates, "about": {g: GATES[g] for g in GATES}, "rows": _rows(record, flags, gates), "tally": _tally(flags),
         "failures": bad[:MOST_ROWS], "failed": len(bad), "panels": [] if record["failure"] else _panels(record), "legend": _legend(),
         "allocation": [] if record["failure"] else _allocation(record), "ties": [_tie(line) for line in ties[:MOST_ROWS]], "tie_count": len(ties),
@@ -120,7 +121,10 @@ def _rows(record: Tree, flags: list[Tree], gates: list[str]) -> list[Tree]:
         by_rank = [(rank, [_square([f for f in cells[gate] if f["rank"] == rank], f"{case} rank {rank}") for gate in gates]) for rank in ranks]
         whole = [_square(cells[gate], case) for gate in gates]
         verdict = max((s.verdict for s in whole if s.verdict), key=VERDICTS.index, default="ERROR")
-        made.append({"id": case, "name": name, "whole": whole, "ranks": by_rank, "verdict": verdict, "about": _about(record, case)})
+        made.append({"id": case, "name": name, "whole": whole, "ranks": by_rank, "verdict": verdict, "about": _about(record, case), "open": False})
+    # the first case that did not pass shows its ranks at once
+    for row in [row for row in made if row["verdict"] != "PASS"][:1]:
+        row["open"] = True
     return made
 
 

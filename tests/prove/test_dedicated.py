@@ -1,5 +1,6 @@
 """Shadow, probes, soak and round trip on a small sealed layer, each shown to fail."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
 from harness import TINY, job
 
 from palimpsest.kernels.call import Call, Chunk, Implementation

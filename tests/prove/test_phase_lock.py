@@ -1,8 +1,11 @@
 """The phase lock: a healthy layer never meets it; a late or early access ends the rank, and view, phase and rank are named."""
 
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
 from harness import job
 
 from palimpsest.core.errors import RankError
