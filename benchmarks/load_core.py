@@ -38,7 +38,8 @@ if made.ranks == 1:
         calls, at = 0, time.perf_counter()
         bare.prefill(rows, 0)
         best = min(best or 1e9, (time.perf_counter() - at) / max(1, calls))
-print(json.dumps({"load_s": loaded - started, "bind_s": bound - loaded, "runner_us_per_call": best and best * 1e6, "calls": calls}))
+found = {"load_s": loaded - started, "bind_s": bound - loaded, "runner_us_per_call": best and best * 1e6, "calls": calls}
+print(json.dumps(found))
 """
 
 PUBLIC = """

@@ -7,7 +7,7 @@ argument's place, type and reach, no shared byte inside a stage, no shared byte 
 import os
 import platform
 from collections.abc import Iterable, Mapping
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,9 @@ def check_machine(environment: Tree, flags: Iterable[str] | None = None) -> None
     here = set(cpu_flags() if flags is None else flags)
     missing = [flag for flag in environment["cpu_flags"] if flag not in here]
     if missing:
-        raise WrongMachine(f"the core's programs use {environment['isa']}; this processor lacks {', '.join(missing)}; prepare it again here")
+        raise WrongMachine(
+            f"the core's programs use {environment['isa']}; this processor lacks {', '.join(missing)}; prepare it again here"
+        )
 
 
 def cpu_flags() -> list[str]:
@@ -62,7 +64,10 @@ def _check_buffers(tree: Tree) -> None:
     for name, buffer in tree["buffers"].items():
         stop, room = buffer["offset"] + buffer["nbytes"], segments.get(buffer["kind"], 0)
         if buffer["offset"] % 64 or stop > room:
-            raise BadCore(f"manifest.json: buffer {name} at [{buffer['offset']}, {stop}) is unaligned or leaves {buffer['kind']} of {room} bytes")
+            raise BadCore(
+                f"manifest.json: buffer {name} at [{buffer['offset']}, {stop}) is unaligned "
+                f"or leaves {buffer['kind']} of {room} bytes"
+            )
         if not buffer["planes"]:
             raise BadCore(f"manifest.json: buffer {name} has no plane")
         for plane in buffer["planes"]:
@@ -154,7 +159,11 @@ def _dynamic_end(tree: Tree, argument: Tree, end: int, room: int) -> int:
         return end
     limits, by = tree["limits"], argument["steps"]["place"]
     pages, ranks, item = limits["tokens"] // limits["page"], limits["ranks"], ITEM_BYTES[argument["dtype"]]
-    if argument["stride"][0] * item != ranks * by or argument["size"][1] * item > by or argument["size"][0] != ceil_div(pages, ranks):
+    if (
+        argument["stride"][0] * item != ranks * by
+        or argument["size"][1] * item > by
+        or argument["size"][0] != ceil_div(pages, ranks)
+    ):
         return room + 1
     return argument["offset"] + pages * by
 
@@ -203,9 +212,11 @@ def _check_lives(tree: Tree) -> None:
             if max(first[0], second[0]) <= min(first[1], second[1]):
                 at = max(first[0], second[0])
                 where = names[at] if 0 <= at < len(names) else "the caller"
-                raise BadCore(f"manifest.json: buffers {a} and {b} share bytes and are both alive in step {where}: the order is wrong")
+                raise BadCore(
+                    f"manifest.json: buffers {a} and {b} share bytes and are both alive in step {where}: the order is wrong"
+                )
     for kind in ("persistent", "staging", "signal"):
         places = sorted((b["offset"], b["offset"] + b["nbytes"], n) for n, b in tree["buffers"].items() if b["kind"] == kind)
-        for (_, stop, a), (start, _, b) in zip(places, places[1:], strict=False):
+        for (_, stop, a), (start, _, b) in pairwise(places):
             if start < stop:
                 raise BadCore(f"manifest.json: {kind} buffers {a} and {b} share bytes")

@@ -1,4 +1,6 @@
-"""``palimpsest-loader``: show, verify and run a core. Results on stdout, errors on stderr; exit 2 when the core or request is refused."""
+"""``palimpsest-loader``: show, verify and run a core. Results on stdout, errors on stderr; exit 2 when the core or request is
+refused.
+"""
 
 import argparse
 import os
@@ -11,7 +13,9 @@ from palimpsest_loader.errors import CommError, CoreError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="palimpsest-loader", description="Runs prepared cores with torch and nothing of the model code.")
+    parser = argparse.ArgumentParser(
+        prog="palimpsest-loader", description="Runs prepared cores with torch and nothing of the model code."
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, text in (("digest", "print the digest of a core's manifest"), ("verify", "check every file and view of a core"),
                        ("run", "replay prefill chunks and print a digest of the output")):  # fmt: skip
@@ -22,10 +26,14 @@ def build_parser() -> argparse.ArgumentParser:
             trust.add_argument("--digest", metavar="SHA256", help="the manifest's digest, as told by who prepared the core")
             trust.add_argument("--trust", action="store_true", help="a core of your own: do not ask for its digest")
         if name == "run":
-            verb.add_argument("--chunks", metavar="N,N,..", help="rows of each prefill chunk (default: one full chunk, then one row)")
+            verb.add_argument(
+                "--chunks", metavar="N,N,..", help="rows of each prefill chunk (default: one full chunk, then one row)"
+            )
             verb.add_argument("--seed", metavar="N", type=int, default=0, help="of the normal hidden rows (default: 0)")
             verb.add_argument("--hidden", metavar="FILE", help="raw little-endian fp32 rows instead of random ones")
-            verb.add_argument("--output", metavar="FILE", help="write the output rows there, raw, in the activation dtype (rank 0)")
+            verb.add_argument(
+                "--output", metavar="FILE", help="write the output rows there, raw, in the activation dtype (rank 0)"
+            )
     return parser
 
 
@@ -53,7 +61,9 @@ def _verify(args: argparse.Namespace) -> int:
     from palimpsest_loader.core import load
 
     core = load(args.core, args.digest, trust=args.trust)
-    print(f"{core.tree['name']}: {len(core.programs)} programs, {core.ranks} ranks, {core.tree['limits']['tokens']:,} tokens: good")
+    print(
+        f"{core.tree['name']}: {len(core.programs)} programs, {core.ranks} ranks, {core.tree['limits']['tokens']:,} tokens: good"
+    )
     return 0
 
 

@@ -40,7 +40,8 @@ class Alone:
     rank, size = 0, 1
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], label: str) -> None:
-        assert not sends and not receives, label
+        assert not sends, label
+        assert not receives, label
 
     def barrier(self, label: str) -> None:
         pass
@@ -95,7 +96,9 @@ class Distributed:
             there, here = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             self.exchange([(there, self._mine)], [(here, self._theirs)], f"agree {label}")
             if self._theirs.tolist() != mine:
-                raise CommError(f"rank {self.rank} in {self._phase}: {label}: rank {here} has another value; here it is {text[:200]!r}")
+                raise CommError(
+                    f"rank {self.rank} in {self._phase}: {label}: rank {here} has another value; here it is {text[:200]!r}"
+                )
 
     def enter(self, phase: str) -> None:
         self._phase = phase

@@ -19,7 +19,9 @@ from palimpsest_loader.weights import Weights
 class Core:
     """A verified core: its files have the manifest's hashes, its plan holds, its programs are loaded."""
 
-    def __init__(self, path: Path, tree: dict[str, Any], digest: str, programs: Mapping[str, Callable[[list[torch.Tensor]], object]]):
+    def __init__(
+        self, path: Path, tree: dict[str, Any], digest: str, programs: Mapping[str, Callable[[list[torch.Tensor]], object]]
+    ):
         self.path, self.tree, self.digest, self.programs = path, tree, digest, programs
 
     @property
@@ -27,7 +29,9 @@ class Core:
         return int(self.tree["limits"]["ranks"])
 
     def bind(self, comm: Comm | None = None) -> Session:
-        """The session of ``comm.rank`` (alone without one): maps the weights, makes the backing and every view. Raises CoreError."""
+        """The session of ``comm.rank`` (alone without one): maps the weights, makes the backing and every view. Raises
+        CoreError.
+        """
         comm = Alone() if comm is None else comm
         if comm.size != self.ranks:
             raise CoreError(f"the core is for {self.ranks} ranks and is bound on {comm.size}; start {self.ranks} ranks")
@@ -53,7 +57,9 @@ def load(path: str | Path, digest: str | None = None, *, trust: bool = False, ra
     data = _read(path, manifest.NAME, None)
     found = hashlib.sha256(data).hexdigest()
     if digest is None and not trust:
-        raise CoreError(f"{path} holds native code; pass its digest as told by who prepared it, or trust=True for a core of your own")
+        raise CoreError(
+            f"{path} holds native code; pass its digest as told by who prepared it, or trust=True for a core of your own"
+        )
     if digest is not None and digest != found:
         raise BadCore(f"{path}/{manifest.NAME} has digest {found}; {digest[:64]} was wanted; this is not that core")
     tree = manifest.read(data)

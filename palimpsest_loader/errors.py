@@ -1,4 +1,6 @@
-"""What the loader refuses, in one tree. Every message names the file or buffer, what was found, what was wanted, and the next step."""
+"""What the loader refuses, in one tree. Every message names the file or buffer, what was found, what was wanted, and the next
+step.
+"""
 
 
 class CoreError(ValueError):

@@ -1,4 +1,6 @@
-"""The manifest: a strict reader of ``manifest.json``. docs/format.md is the contract; nothing here executes or opens another file."""
+"""The manifest: a strict reader of ``manifest.json``. docs/format.md is the contract; nothing here executes or opens another
+file.
+"""
 
 import hashlib
 import json
@@ -143,24 +145,55 @@ def _form(fields: dict[str, Check]) -> Check:
 PLANE = {"name": _text, "dtype": _one_of(DTYPES), "shape": _list(_count, 8), "offset": _count}
 BUFFER = {"kind": _one_of(KINDS), "offset": _count, "nbytes": _count, "planes": _list(_form(PLANE), 8)}
 ARGUMENT = {
-    "buffer": _text, "dtype": _one_of(DTYPES), "size": _list(_count, 8), "stride": _list(_count, 8), "offset": _count,
-    "steps": _map(_count), "mutated": _flag, "dynamic": _map(_text),
-}  # fmt: skip
+    "buffer": _text,
+    "dtype": _one_of(DTYPES),
+    "size": _list(_count, 8),
+    "stride": _list(_count, 8),
+    "offset": _count,
+    "steps": _map(_count),
+    "mutated": _flag,
+    "dynamic": _map(_text),
+}
 PASS = {"program": _text, "loops": _list(_one_of(("row", "slot", "head", "key")), 4), "args": _list(_form(ARGUMENT), 64)}
 STEP = {
-    "name": _text, "phase": _text, "runner": _one_of(RUNNERS), "passes": _list(_form(PASS), 8), "numbers": _map(_count),
-    "control": _map(_count), "roles": _map(_text), "planes": _list(_map(_count), 8), "reads": _list(_text), "writes": _list(_text),
-}  # fmt: skip
+    "name": _text,
+    "phase": _text,
+    "runner": _one_of(RUNNERS),
+    "passes": _list(_form(PASS), 8),
+    "numbers": _map(_count),
+    "control": _map(_count),
+    "roles": _map(_text),
+    "planes": _list(_map(_count), 8),
+    "reads": _list(_text),
+    "writes": _list(_text),
+}
 PROGRAM = {"engine": _one_of(("aoti",)), "file": _path, "key": _digest, "template": _digest, "scratch_bytes": _count}
 TENSOR = {"dtype": _one_of(DTYPES), "shape": _list(_count, 8)}
-ENVIRONMENT = {"torch": _text, "machine": _text, "isa": _text, "cpu_flags": _list(_text), "compiler": _text, "device": _one_of(("cpu",))}
+ENVIRONMENT = {
+    "torch": _text,
+    "machine": _text,
+    "isa": _text,
+    "cpu_flags": _list(_text),
+    "compiler": _text,
+    "device": _one_of(("cpu",)),
+}
 CORE = {
-    "format": _one_of((FORMAT,)), "checksum": _digest, "name": _text, "arithmetic": _text, "environment": _form(ENVIRONMENT),
-    "program": _digest, "plan": _digest, "facts": _map(_scalar),
+    "format": _one_of((FORMAT,)),
+    "checksum": _digest,
+    "name": _text,
+    "arithmetic": _text,
+    "environment": _form(ENVIRONMENT),
+    "program": _digest,
+    "plan": _digest,
+    "facts": _map(_scalar),
     "limits": _form({"tokens": _count, "rows": _count, "ranks": _count, "page": _count}),
     "backing": _form({"align": _count, "segments": _map(_count, _one_of(KINDS))}),
-    "buffers": _map(_form(BUFFER)), "inputs": _list(_text), "outputs": _list(_text), "histories": _list(_text),
+    "buffers": _map(_form(BUFFER)),
+    "inputs": _list(_text),
+    "outputs": _list(_text),
+    "histories": _list(_text),
     "weights": _form({"files": _list(_path), "tensors": _map(_form(TENSOR))}),
-    "programs": _map(_form(PROGRAM)), "steps": _list(_form(STEP)),
+    "programs": _map(_form(PROGRAM)),
+    "steps": _list(_form(STEP)),
     "files": _map(_form({"sha256": _digest, "bytes": _count}), _path),
-}  # fmt: skip
+}

@@ -21,7 +21,9 @@ class Segment:
         try:
             self._map = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise CapacityError(f"segment {kind}: {nbytes:,} bytes wanted, {error.strerror}; free memory or prepare less") from None
+            raise CapacityError(
+                f"segment {kind}: {nbytes:,} bytes wanted, {error.strerror}; free memory or prepare less"
+            ) from None
         self.raw = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def flat(self, dtype: str) -> torch.Tensor:

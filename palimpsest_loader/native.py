@@ -27,6 +27,8 @@ def load_program(data: bytes, name: str) -> Call:
         runner = _aoti.AOTIModelContainerRunnerCpu(f"/proc/self/fd/{fd}", 1)
     except RuntimeError as error:
         os.close(fd)
-        raise BadCore(f"{name} is no program that torch {torch.__version__} can load: {str(error).splitlines()[0][:200]}") from None
+        raise BadCore(
+            f"{name} is no program that torch {torch.__version__} can load: {str(error).splitlines()[0][:200]}"
+        ) from None
     # the file stays open: the dynamic linker knows a library by its path, and a freed number would be given to the next one
     return runner.run

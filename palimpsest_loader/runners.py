@@ -53,7 +53,8 @@ def bind_input(step: Step, chunk: Chunk) -> None:
 
 
 def rows(step: Step, chunk: Chunk) -> None:
-    """The passes over tiles of active rows, tiles of this rank's slice, or heads. All share their outermost loop and run in order inside it.
+    """The passes over tiles of active rows, tiles of this rank's slice, or heads. All share their outermost loop and run in
+    order inside it.
 
     A last tile may begin earlier and compute rows again. So what a step adds up over heads begins anew with every tile.
     """
@@ -231,4 +232,4 @@ def runner(name: str) -> Runner:
     return TABLE[name]
 
 
-__all__ = ["Chunk", "Step", "TABLE", "runner"]
+__all__ = ["TABLE", "Chunk", "Step", "runner"]

@@ -24,7 +24,7 @@ class Session:
     views:    buffer -> plane -> tensor at full prepared size
     """
 
-    def __init__(self, tree: Mapping[str, Any], weights: Weights, programs: Mapping[str, Call], comm: Comm):
+    def __init__(self, tree: dict[str, Any], weights: Weights, programs: Mapping[str, Call], comm: Comm):
         self.tree, self.comm, self.closed = tree, comm, False
         self.limits: dict[str, int] = tree["limits"]
         self.segments = {kind: Segment(kind, nbytes) for kind, nbytes in tree["backing"]["segments"].items()}
@@ -61,7 +61,9 @@ class Session:
         ]
         views = {role: self.view(buffer) for role, buffer in one["roles"].items()}
         raws = {role: self.raw(buffer) for role, buffer in one["roles"].items()}
-        return Step(one["name"], one["phase"], one["numbers"], passes, control, views, raws, one["planes"], self.limits, self.comm)
+        return Step(
+            one["name"], one["phase"], one["numbers"], passes, control, views, raws, one["planes"], self.limits, self.comm
+        )
 
     def _argument(self, tree: Mapping[str, Any], control: Mapping[str, torch.Tensor]) -> Argument:
         name, dtype = tree["buffer"], tree["dtype"]
@@ -79,9 +81,16 @@ class Session:
         return self._flats[kind, dtype]
 
     def prefill(
-        self, hidden: torch.Tensor, history: int, *, rows: int | None = None, ids: torch.Tensor | None = None,
-        counts: torch.Tensor | None = None, after: Callable[[str], None] | None = None, copy: bool = False,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        hidden: torch.Tensor,
+        history: int,
+        *,
+        rows: int | None = None,
+        ids: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        after: Callable[[str], None] | None = None,
+        copy: bool = False,
+    ) -> torch.Tensor:
         """Append ``rows`` tokens after ``history`` cached ones and return their output [rows, hidden].
 
         hidden:      normed hidden rows [>= rows, hidden], activation dtype or fp32
@@ -121,7 +130,9 @@ class Session:
         if rows > self.limits["rows"]:
             raise CapacityError(f"{name}: {rows} rows in one chunk, {self.limits['rows']} are prepared; send at most that many")
         if history + rows > self.limits["tokens"]:
-            raise CapacityError(f"{name}: {history} + {rows} tokens, {self.limits['tokens']} are prepared; prepare a longer context")
+            raise CapacityError(
+                f"{name}: {history} + {rows} tokens, {self.limits['tokens']} are prepared; prepare a longer context"
+            )
         if hidden.shape[0] < rows:
             raise CoreError(f"{name}: hidden has {hidden.shape[0]} rows; {rows} are active")
         return Chunk(history, rows, hidden[:rows])

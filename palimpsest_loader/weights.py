@@ -13,7 +13,16 @@ from palimpsest_loader.manifest import ITEM_BYTES
 from palimpsest_loader.memory import TORCH_DTYPES
 
 #: safetensors' names of our dtypes
-SPELLING = {"u8": "U8", "e4m3": "F8_E4M3", "bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64", "i32": "I32", "i64": "I64"}
+SPELLING = {
+    "u8": "U8",
+    "e4m3": "F8_E4M3",
+    "bf16": "BF16",
+    "fp16": "F16",
+    "fp32": "F32",
+    "fp64": "F64",
+    "i32": "I32",
+    "i64": "I64",
+}
 #: padding between tensors, so that each begins at a multiple of ``ALIGN`` bytes
 PAD, ALIGN = "_pad.", 64
 LONGEST_HEADER = 4 << 20
@@ -23,7 +32,9 @@ class Weights:
     """Tensors of a mapped file, by name; ``raw`` is the mapping as u8 and must outlive the views."""
 
     def __init__(self, path: Path, name: str, wanted: dict[str, Any]):
-        """``wanted``: tensor -> {"dtype", "shape"} of the manifest. Raises BadCore naming a tensor that is missing or different."""
+        """``wanted``: tensor -> {"dtype", "shape"} of the manifest. Raises BadCore naming a tensor that is missing or
+        different.
+        """
         self.name = name
         with path.open("rb") as file:
             nbytes = path.stat().st_size
@@ -59,10 +70,10 @@ class Weights:
         if entry.get("dtype") != SPELLING[want["dtype"]] or entry.get("shape") != want["shape"]:
             held = f"{entry.get('dtype')} {entry.get('shape')}"
             raise BadCore(f"{self.name}: weight {tensor} is {held}; the manifest says {SPELLING[want['dtype']]} {want['shape']}")
-        span = entry.get("data_offsets")
+        span: Any = entry.get("data_offsets")
         good = isinstance(span, list) and len(span) == 2 and all(type(x) is int for x in span)
         if not good or not 0 <= span[0] <= span[1] <= room or span[1] - span[0] != size:
-            raise BadCore(f"{self.name}: weight {tensor} lies at {span}; {size:,} bytes inside {room:,} are wanted")
+            raise BadCore(f"{self.name}: weight {tensor} lies at {str(span)[:60]}; {size:,} bytes inside {room:,} are wanted")
         return int(span[0])
 
     def tensor(self, name: str, dtype: str, shape: list[int]) -> torch.Tensor:

@@ -17,13 +17,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="CORE", required=True, help="the core folder to make; it must not exist")
     parser.add_argument("--layer", metavar="N", type=int, help="0-based layer (default: the first one that runs an indexer)")
     parser.add_argument("--ranks", metavar="N", default="1", help="tensor-parallel ranks (default: 1)")
-    parser.add_argument("--context", metavar="TOKENS", help="history tokens to prepare, such as 256K or 1M (default: the model's own maximum)")
+    parser.add_argument(
+        "--context", metavar="TOKENS", help="history tokens to prepare, such as 256K or 1M (default: the model's own maximum)"
+    )
     parser.add_argument("--rows", metavar="ROWS", default="4096", help="query rows of one prefill chunk (default: 4096)")
     parser.add_argument("--page", metavar="TOKENS", default="64", help="tokens of one cache page and shard block (default: 64)")
-    parser.add_argument("--jobs", metavar="N", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="compile workers (default: half the CPUs)")
+    parser.add_argument(
+        "--jobs",
+        metavar="N",
+        type=int,
+        default=max(1, (os.cpu_count() or 2) // 2),
+        help="compile workers (default: half the CPUs)",
+    )
     parser.add_argument("--isa", metavar="SET", help="instruction set: avx512 or avx2 (default: the widest of this machine)")
     parser.add_argument("--store", metavar="FOLDER", help="compiled programs to reuse (default: ~/.cache/palimpsest/store)")
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=1800.0, help="limit of one compile job (default: 1800)")
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=1800.0, help="limit of one compile job (default: 1800)"
+    )
     parser.add_argument("--json", action="store_true", help="canonical JSON on stdout, everything else on stderr")
 
 
@@ -41,7 +51,11 @@ def run(args: argparse.Namespace) -> int:
     output, started = Path(args.output), time.monotonic()
     refuse_taken(output)
     layer = plan_layer(Path(args.checkpoint), args.layer, context=args.context, rows=args.rows, ranks=args.ranks, page=args.page)
-    store = Path(args.store) if args.store else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palimpsest" / "store"
+    store = (
+        Path(args.store)
+        if args.store
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "palimpsest" / "store"
+    )
     options = Options(store, args.jobs, args.isa, args.timeout)
 
     def say(name: str, what: str) -> None:
@@ -52,7 +66,21 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         from palimpsest.core.canon import canonical
 
-        print(canonical({"format": FORMAT, "core": str(output), "digest": made.digest, "programs": made.programs, "hits": made.hits, "bytes": nbytes}))
+        print(
+            canonical(
+                {
+                    "format": FORMAT,
+                    "core": str(output),
+                    "digest": made.digest,
+                    "programs": made.programs,
+                    "hits": made.hits,
+                    "bytes": nbytes,
+                }
+            )
+        )
     else:
-        print(f"core     {output}\ndigest   {made.digest}\nprograms {made.programs}, {made.hits} from the store\nbytes    {nbytes:,}")
+        print(
+            f"core     {output}\ndigest   {made.digest}\n"
+            f"programs {made.programs}, {made.hits} from the store\nbytes    {nbytes:,}"
+        )
     return 0

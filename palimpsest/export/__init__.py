@@ -1,1 +1,3 @@
-"""Prepared cores: stage programs made from metadata, compiled by supervised workers, stored by content, published as one folder."""
+"""Prepared cores: stage programs made from metadata, compiled by supervised workers, stored by content, published as one
+folder.
+"""

@@ -40,5 +40,5 @@ def plan_layer(
     program = recipes.program(geometry, limits, recipes.default_formats(geometry), number)
     fill = from_checkpoint(
         checkpoint, lambda rank, size: recipes.weight_slices(geometry, number, rank, size, prefix), recipes.tables(geometry)
-    )  # fmt: skip
+    )
     return Layer(geometry, number, program, place(program, "on"), fill)

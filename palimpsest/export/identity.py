@@ -1,4 +1,5 @@
-"""Rebuild views from JSON in this process and print which of them share storage: ``python -m palimpsest.export.identity < specs``.
+"""Rebuild views from JSON in this process and print which of them share storage: ``python -m palimpsest.export.identity <
+specs``.
 
 Equal shapes, strides and offsets prove nothing here: a transport that gives every view a storage of its own keeps all of them.
 """

@@ -32,9 +32,14 @@ class Compiled:
 
 
 def tree(
-    program: Program, plan: Plan, built: Built, compiled: Mapping[str, Compiled], environment: Mapping[str, Any],
-    files: Mapping[str, Mapping[str, Any]], weight_files: list[str],
-) -> dict[str, Any]:  # fmt: skip
+    program: Program,
+    plan: Plan,
+    built: Built,
+    compiled: Mapping[str, Compiled],
+    environment: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Any]],
+    weight_files: list[str],
+) -> dict[str, Any]:
     """The manifest without its checksum. ``files``: path -> {"sha256", "bytes"}."""
     limits = program.limits
     return {
@@ -56,13 +61,18 @@ def tree(
             "tensors": {b.name: {"dtype": b.planes[0].dtype, "shape": list(b.planes[0].shape)} for b in weight_buffers(program)},
         },
         "programs": {
-            name: {"engine": "aoti", "file": program_file(one.key), "key": one.key, "template": one.template,
-                   "scratch_bytes": one.scratch_bytes}
+            name: {
+                "engine": "aoti",
+                "file": program_file(one.key),
+                "key": one.key,
+                "template": one.template,
+                "scratch_bytes": one.scratch_bytes,
+            }
             for name, one in compiled.items()
         },
         "steps": [stage.to_json() for stage in built.stages],
         "files": {name: dict(fact) for name, fact in files.items()},
-    }  # fmt: skip
+    }
 
 
 def program_file(key: str) -> str:
@@ -76,7 +86,8 @@ def _buffers(program: Program, plan: Plan) -> dict[str, Any]:
         place = plan.by_name[buffer.name]
         if place.kind in KINDS and place.nbytes:
             planes = [
-                {"name": p.name, "dtype": p.dtype, "shape": list(p.shape), "offset": buffer.plane_offset(p.name)} for p in buffer.planes
+                {"name": p.name, "dtype": p.dtype, "shape": list(p.shape), "offset": buffer.plane_offset(p.name)}
+                for p in buffer.planes
             ]
             found[buffer.name] = {"kind": place.kind, "offset": place.offset, "nbytes": place.nbytes, "planes": planes}
     return found

@@ -61,8 +61,10 @@ def prepare_core(
     """Publish the core of ``program`` under ``plan`` at ``output``; history memory is never allocated.
 
     fill: writes one rank's weights and tables, e.g. ``run.weights.from_checkpoint``
-    Raises PlanRefused, Unsupported (a step without an exported form), BadConfig (``output`` is taken), Unavailable (no compiler, disk full,
-    a compile that failed every attempt). Then nothing is published, an older core stays as it was, and finished programs stay stored.
+    Raises PlanRefused, Unsupported (a step without an exported form), BadConfig (``output`` is taken), Unavailable (no
+    compiler, disk full,
+    a compile that failed every attempt). Then nothing is published, an older core stays as it was, and finished programs stay
+    stored.
     """
     say = progress if progress is not None else lambda name, what: None
     check(program, plan)
@@ -78,7 +80,9 @@ def prepare_core(
         os.rename(work, output)
         sync(output.parent)
     except OSError as error:
-        raise Unavailable(f"cannot write {output}: {error.strerror or error}; nothing was published, free space or choose another folder") from None
+        raise Unavailable(
+            f"cannot write {output}: {error.strerror or error}; nothing was published, free space or choose another folder"
+        ) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return Prepared(output, found, len(entries), hits)
@@ -109,10 +113,16 @@ def compile_programs(
                 say(name, "stored")
                 continue
             spec = view_spec(program, plan, built.arguments(name))
-            jobs[name] = _job(Path(folder), name, template, spec, {"store": str(store.root.resolve()), "key": keys[name], "config": config, "isa": tools.isa})
+            jobs[name] = write_job(
+                Path(folder),
+                name,
+                template,
+                spec,
+                {"store": str(store.root.resolve()), "key": keys[name], "config": config, "isa": tools.isa},
+            )
             say(name, "exported")
         hits = len(entries)
-        Supervisor(options.jobs, timeout_s=options.timeout_s, retries=options.retries, notify=lambda e: say(e.job, _words(e))).run(list(jobs.values()))
+        run_jobs(list(jobs.values()), options, say)
         for name in jobs:
             entry = store.get(keys[name])
             if entry is None:
@@ -121,13 +131,20 @@ def compile_programs(
     return {name: entries[name] for name in built.functions}, hits
 
 
+def run_jobs(jobs: list[Job], options: Options, say: Progress) -> None:
+    """Compile in supervised workers. Raises Unavailable naming the job that failed every attempt."""
+    Supervisor(options.jobs, timeout_s=options.timeout_s, retries=options.retries, notify=lambda e: say(e.job, _words(e))).run(
+        jobs
+    )
+
+
 def _words(event: Event) -> str:
     if event.kind == "started":
         return "compiling" if event.attempt == 1 else f"compiling, attempt {event.attempt}"
     return f"compiled in {event.seconds:.0f} s" if event.kind == "done" else f"{event.kind}: {event.why}"
 
 
-def _job(folder: Path, name: str, template: bytes, spec: Mapping[str, Any], facts: Mapping[str, Any]) -> Job:
+def write_job(folder: Path, name: str, template: bytes, spec: Mapping[str, Any], facts: Mapping[str, Any]) -> Job:
     """Write the job's files; the worker reads the template only with this hash."""
     source = folder / f"{name}.template.json"
     source.write_bytes(template)
@@ -136,7 +153,11 @@ def _job(folder: Path, name: str, template: bytes, spec: Mapping[str, Any], fact
     path.write_text(json.dumps(job, sort_keys=True))
     # keeps the precompiled header of torch, most of the cost of a first job; compiled programs are never taken from it
     cache = f"TORCHINDUCTOR_CACHE_DIR={facts['store']}/.compiler"
-    return Job(name, ("env", cache, "OMP_NUM_THREADS=1", sys.executable, "-m", "palimpsest.export.worker", str(path)), folder / f"{name}.log")
+    return Job(
+        name,
+        ("env", cache, "OMP_NUM_THREADS=1", sys.executable, "-m", "palimpsest.export.worker", str(path)),
+        folder / f"{name}.log",
+    )
 
 
 def view_spec(program: Program, plan: Plan, args: tuple[Argument, ...]) -> dict[str, Any]:
@@ -153,19 +174,34 @@ def view_spec(program: Program, plan: Plan, args: tuple[Argument, ...]) -> dict[
             storage, start = place.kind, place.offset
             storages[storage] = plan.by_kind[place.kind].nbytes
         views.append(
-            {"storage": storage, "byte_offset": start + argument.offset, "size": list(argument.size), "stride": list(argument.stride),
-             "dtype": argument.dtype}
-        )  # fmt: skip
+            {
+                "storage": storage,
+                "byte_offset": start + argument.offset,
+                "size": list(argument.size),
+                "stride": list(argument.stride),
+                "dtype": argument.dtype,
+            }
+        )
     return {"storages": storages, "views": views}
 
 
 def _write(
-    folder: Path, program: Program, plan: Plan, built: Built, entries: Mapping[str, Entry], tools: Toolchain, fill: Filler, say: Progress
-) -> str:  # fmt: skip
+    folder: Path,
+    program: Program,
+    plan: Plan,
+    built: Built,
+    entries: Mapping[str, Entry],
+    tools: Toolchain,
+    fill: Filler,
+    say: Progress,
+) -> str:
     """All files of the core, the manifest last; returns its digest."""
     (folder / "programs").mkdir()
     (folder / "weights").mkdir()
-    compiled = {n: manifest.Compiled(e.folder.name, str(e.meta["template.json"]), int(e.meta["scratch_bytes"])) for n, e in entries.items()}
+    compiled = {
+        n: manifest.Compiled(e.folder.name, str(e.meta["template.json"]), int(e.meta["scratch_bytes"]))
+        for n, e in entries.items()
+    }
     for name, entry in entries.items():
         shutil.copyfile(entry.program, folder / manifest.program_file(compiled[name].key))
     weight_files = [f"weights/rank{rank}.safetensors" for rank in range(program.limits.ranks)]
@@ -173,7 +209,7 @@ def _write(
         say(name, "writing")
         write_weights(folder / name, program, fill, rank)
     names = sorted({manifest.program_file(one.key) for one in compiled.values()} | set(weight_files))
-    files = {name: _fact(folder / name) for name in names}
+    files = {name: file_fact(folder / name) for name in names}
     data = manifest.encode(manifest.tree(program, plan, built, compiled, tools.environment(), files, weight_files))
     _prove_readable(data)
     (folder / manifest.NAME).write_bytes(data)
@@ -191,6 +227,7 @@ def _prove_readable(data: bytes) -> None:
     check_plan(read(data))
 
 
-def _fact(path: Path) -> dict[str, Any]:
+def file_fact(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file."""
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": path.stat().st_size}

@@ -1,9 +1,12 @@
 """The arithmetic of exported stages: plain torch functions of plain tensors, which end in ``copy_`` into the tensors they change.
 
-None of them knows about memory: every buffer is an argument, and inside one program no changed argument shares a byte with another.
+None of them knows about memory: every buffer is an argument, and inside one program no changed argument shares a byte with
+another.
 Everything up to the selection follows ``portable-1`` operation by operation (same GEMM shapes, fp64 norms and rotations, integer
-selection keys), so ids, caches and histories are the portable engine's. Attention and the output projection are ``core-1``: one GEMM
-per row over all selected records, heads added in ascending order. Sizes are closed over; nothing reads a number from a tensor on the
+selection keys), so ids, caches and histories are the portable engine's. Attention and the output projection are ``core-1``:
+one GEMM
+per row over all selected records, heads added in ascending order. Sizes are closed over; nothing reads a number from a tensor
+on the
 host.
 """
 
@@ -52,10 +55,13 @@ def projected(rows: Tensor, weight: Tensor) -> Tensor:
 def absorbed_by(rows: Tensor, up: Tensor) -> Tensor:
     """fp32 [ROW_TILE, nope] @ ``up`` [nope, kv_lora], in blocks of columns.
 
-    Not ``projected(rows, up.t())``: torch 2.13's vectorised transpose of bf16 tiles is miscompiled (see docs/format.md, negative results).
+    Not ``projected(rows, up.t())``: with torch 2.13 and g++ 12.2 that compiled to NaN, while eager torch ran it right
+    (docs/format.md). The worker compares every compiled program with eager torch because of it.
     """
     columns = up.shape[1]
-    parts = [torch.mm(rows, up[:, at : min(at + COLUMN_TILE, columns)].to(torch.float32)) for at in range(0, columns, COLUMN_TILE)]
+    parts = [
+        torch.mm(rows, up[:, at : min(at + COLUMN_TILE, columns)].to(torch.float32)) for at in range(0, columns, COLUMN_TILE)
+    ]
     return positive_zero(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
 
 
@@ -176,7 +182,9 @@ def index_query(dim: int, rope_dims: int, layout: str, *, rotate: bool, fmt: str
     return _with_table(body, 2, rope)
 
 
-def append_index(dim: int, eps: float, rope_dims: int, layout: str, *, rotate: bool, fmt: str, power_of_two: bool, rope: bool) -> Function:
+def append_index(
+    dim: int, eps: float, rope_dims: int, layout: str, *, rotate: bool, fmt: str, power_of_two: bool, rope: bool
+) -> Function:
     """hidden, index_k, norm, bias (, table) -> keys [m, dim] (and scales [m], fp8)."""
 
     def body(hidden: Tensor, weight: Tensor, norm: Tensor, bias: Tensor, table: Tensor | None, *out: Tensor) -> None:
@@ -249,7 +257,6 @@ def select_tile(stored: bool) -> Function:
     return run
 
 
-
 def select_emit(topk: int) -> Function:
     """state i64 [m, topk], seen i64 [m] -> ids i32 [m, topk] ascending, -1 behind; counts i32 [m]."""
 
@@ -293,7 +300,9 @@ def _decoded(planes: list[Tensor], fmt: str, kv_lora: int, latent_scale: float) 
 
 
 def project_head(gated: bool) -> Function:
-    """One head: context [m, kv_lora], uv [v, kv_lora] (, hidden [m, hidden], gate [v, hidden]), o [hidden, v]; added to partial."""
+    """One head: context [m, kv_lora], uv [v, kv_lora] (, hidden [m, hidden], gate [v, hidden]), o [hidden, v]; added to
+    partial.
+    """
 
     def body(context: Tensor, uv: Tensor, hidden: Tensor | None, gate: Tensor | None, o: Tensor, partial: Tensor) -> None:
         m = partial.shape[0]

@@ -1,7 +1,10 @@
-"""``palimpsest qualify CORE``: the same binaries under two plans, poisoned; the wrong order; storage identity; allocations; eager.
+"""``palimpsest qualify CORE``: the same binaries under two plans, poisoned; the wrong order; storage identity; allocations;
+eager.
 
-Exactness needs no tolerance: a binary that reads a byte before it was written gives other bytes under another plan or poison. Whether
-the arithmetic is right is a question to the eager engine (ids, caches and histories byte for byte) and to the oracle (attention and
+Exactness needs no tolerance: a binary that reads a byte before it was written gives other bytes under another plan or poison.
+Whether
+the arithmetic is right is a question to the eager engine (ids, caches and histories byte for byte) and to the oracle
+(attention and
 output within derived bounds).
 """
 
@@ -18,8 +21,10 @@ from palimpsest.export.replay import Tree, apart, chunks, fill_caches, late_firs
 from palimpsest_loader.check import check_plan
 from palimpsest_loader.core import Core, load
 from palimpsest_loader.errors import BadCore
+from palimpsest_loader.session import Session
 
-#: bytes that fill reusable and staging memory before a replay. 0xFF is NaN as a float and -1 as an id, which is legal: so three more
+#: bytes that fill reusable and staging memory before a replay. 0xFF is NaN as a float and -1 as an id, which is legal: so
+#: three more
 POISONS = (0xFF, 0x00, 0x7F, 0xAA)
 
 
@@ -52,9 +57,14 @@ class Report:
 
 
 def qualify_core(
-    path: Path, digest: str | None = None, *, trust: bool = False, model: Path | None = None, seed: int = 20261201,
+    path: Path,
+    digest: str | None = None,
+    *,
+    trust: bool = False,
+    model: Path | None = None,
+    seed: int = 20261201,
     notify: Callable[[Gate], None] | None = None,
-) -> Report:  # fmt: skip
+) -> Report:
     """Qualify the core in ``path`` with all its ranks in this process.
 
     model: the checkpoint it was prepared from; without it the comparison with the eager engine is left out and the report says so
@@ -87,10 +97,17 @@ def _bitwise(core: Core, seed: int) -> Gate:
         for rank, (ours, theirs) in enumerate(zip(_traces(core, core.tree, seed, poison), wanted, strict=True)):
             for at, (chunk, x, y) in enumerate(zip(chunks(core.tree), ours[0], theirs[0], strict=True)):
                 if x != y:
-                    return Gate("bitwise", False, units, f"rank {rank}, replay {at} {chunk}, poison 0x{poison:02X}: differs from the separate plan")
+                    return Gate(
+                        "bitwise",
+                        False,
+                        units,
+                        f"rank {rank}, replay {at} {chunk}, poison 0x{poison:02X}: differs from the separate plan",
+                    )
                 units += 1
             if ours[1] != theirs[1]:
-                return Gate("bitwise", False, units, f"rank {rank}, poison 0x{poison:02X}: the caches differ from the separate plan's")
+                return Gate(
+                    "bitwise", False, units, f"rank {rank}, poison 0x{poison:02X}: the caches differ from the separate plan's"
+                )
             units += 1
     saved = apart(core.tree)["backing"]["segments"]["reusable"] - core.tree["backing"]["segments"]["reusable"]
     return Gate("bitwise", True, units, f"aliased = separate under {len(POISONS)} poisons; the plan saves {saved:,} bytes")
@@ -127,20 +144,33 @@ def _identity(core: Core, seed: int) -> Gate:
     specs = {one["program"]: view_spec(core.tree, one["args"]) for step in core.tree["steps"] for one in step["passes"]}
     done = subprocess.run(
         [sys.executable, "-m", "palimpsest.export.identity"], input=json.dumps(specs), capture_output=True, text=True, check=False
-    )  # fmt: skip
+    )
     if done.returncode:
-        return Gate("identity", False, 0, done.stderr.strip().splitlines()[-1][:200] if done.stderr.strip() else "the process failed")
+        return Gate(
+            "identity", False, 0, done.stderr.strip().splitlines()[-1][:200] if done.stderr.strip() else "the process failed"
+        )
     found = json.loads(done.stdout)
     for name, spec in specs.items():
-        wanted = [[i, k] for i, a in enumerate(spec["views"]) for k, b in enumerate(spec["views"]) if i < k and a["storage"] == b["storage"]]
+        wanted = [
+            [i, k]
+            for i, a in enumerate(spec["views"])
+            for k, b in enumerate(spec["views"])
+            if i < k and a["storage"] == b["storage"]
+        ]
         if found[name] != wanted:
             return Gate("identity", False, len(specs), f"{name}: pairs {found[name]} share storage, {wanted} should")
-    return Gate("identity", True, sum(len(s["views"]) for s in specs.values()), f"views of {len(specs)} programs keep their storages in a spawned process")
+    return Gate(
+        "identity",
+        True,
+        sum(len(s["views"]) for s in specs.values()),
+        f"views of {len(specs)} programs keep their storages in a spawned process",
+    )
 
 
 def view_spec(tree: Tree, args: list[Tree]) -> Tree:
     """Views of one call at axis values 0, as a worker gets them."""
-    views, storages = [], {}
+    views: list[Tree] = []
+    storages: dict[str, int] = {}
     for argument in args:
         place = tree["buffers"].get(argument["buffer"])
         storage = argument["buffer"] if place is None else place["kind"]
@@ -149,9 +179,14 @@ def view_spec(tree: Tree, args: list[Tree]) -> Tree:
         nbytes = 8 * (last + 2) if place is None else tree["backing"]["segments"][storage]
         storages[storage] = max(storages.get(storage, 0), nbytes)
         views.append(
-            {"storage": storage, "byte_offset": start + argument["offset"], "size": argument["size"], "stride": argument["stride"],
-             "dtype": argument["dtype"]}
-        )  # fmt: skip
+            {
+                "storage": storage,
+                "byte_offset": start + argument["offset"],
+                "size": argument["size"],
+                "stride": argument["stride"],
+                "dtype": argument["dtype"],
+            }
+        )
     return {"storages": storages, "views": views}
 
 
@@ -160,10 +195,10 @@ def _allocations(core: Core, seed: int) -> Gate:
     limit = {
         step["name"]: max((core.tree["programs"][one["program"]]["scratch_bytes"] for one in step["passes"]), default=0)
         for step in core.tree["steps"]
-    }  # fmt: skip
+    }
     histories = {step["name"] for step in core.tree["steps"] if step["runner"] == "gather"}
 
-    def main(session):  # type: ignore[no-untyped-def]
+    def main(session: Session) -> dict[str, tuple[int, int]]:
         fill_caches(session, seed)
         last = chunks(core.tree)[0]
         return allocations(session, last, seed)
@@ -173,6 +208,11 @@ def _allocations(core: Core, seed: int) -> Gate:
         for name, (peak, left) in found.items():
             allowed = 0 if name in histories else limit[name]
             if peak > allowed or left:
-                return Gate("allocations", False, len(found), f"rank {rank}, step {name}: {peak:,} bytes at once, {allowed:,} allowed, {left:,} left")
+                return Gate(
+                    "allocations",
+                    False,
+                    len(found),
+                    f"rank {rank}, step {name}: {peak:,} bytes at once, {allowed:,} allowed, {left:,} left",
+                )
             most = max(most, peak)
     return Gate("allocations", True, len(limit), f"histories 0 bytes, others at most {most:,}, nothing left after a step")

@@ -1,11 +1,13 @@
 """A core against its own layer: ids, caches and histories of the eager engine byte for byte, attention and output by the oracle.
 
-``core-1`` rounds as ``portable-1`` does up to the selection. Its attention adds over all selected ids in an order the BLAS chooses
+``core-1`` rounds as ``portable-1`` does up to the selection. Its attention adds over all selected ids in an order the BLAS
+chooses
 (block 0 of ``Arithmetic``), so it is held to the derived bound of that, and so is the projection behind it.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,9 @@ class _Seen:
 class _Tally:
     """Per gate: units compared, the first fault, the largest share of a bound that was used."""
 
-    units: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("selection", "caches", "histories", "attention", "output"), 0))
+    units: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("selection", "caches", "histories", "attention", "output"), 0)
+    )
     faults: dict[str, str] = field(default_factory=dict)
     worst: dict[str, float] = field(default_factory=dict)
 
@@ -63,16 +67,23 @@ def compare(core: Core, model: Path, seed: int) -> list[Found]:
     """(gate, passed, units, detail) of every gate. Raises BadConfig when ``model`` does not give the core's program and plan."""
     tree, limits = core.tree, core.tree["limits"]
     layer = plan_layer(
-        model, int(tree["facts"]["layer"]), context=str(limits["tokens"]), rows=str(limits["rows"]), ranks=str(limits["ranks"]),
+        model,
+        int(tree["facts"]["layer"]),
+        context=str(limits["tokens"]),
+        rows=str(limits["rows"]),
+        ranks=str(limits["ranks"]),
         page=str(limits["page"]),
-    )  # fmt: skip
+    )
     if (layer.program.digest, layer.plan.digest) != (tree["program"], tree["plan"]):
         raise BadConfig(f"{model} gives another program or plan than {core.path} holds; pass the checkpoint it was prepared from")
 
     def body(comm: Comm) -> _Tally:
         name, tally = tree["weights"]["files"][comm.rank], _Tally()
         weights = Weights(core.path / name, name, tree["weights"]["tensors"])
-        with prepare(layer.program, layer.plan, comm=comm, fill=layer.fill) as eager, Session(tree, weights, core.programs, comm) as session:
+        with (
+            prepare(layer.program, layer.plan, comm=comm, fill=layer.fill) as eager,
+            Session(tree, weights, core.programs, comm) as session,
+        ):
             _one_rank(session, eager, layer, seed, tally)
         return tally
 
@@ -84,7 +95,9 @@ def _found(tallies: list[_Tally]) -> list[Found]:
     for gate in tallies[0].units:
         fault = next((f"rank {rank}: {t.faults[gate]}" for rank, t in enumerate(tallies) if gate in t.faults), "")
         worst = max((t.worst.get(gate, 0.0) for t in tallies), default=0.0)
-        good = "equal to the eager engine" if gate not in ("attention", "output") else f"within the bound, at most {worst:.3f} of it"
+        good = (
+            "equal to the eager engine" if gate not in ("attention", "output") else f"within the bound, at most {worst:.3f} of it"
+        )
         found.append((gate, not fault, sum(t.units[gate] for t in tallies), fault or good))
     return found
 
@@ -98,12 +111,12 @@ def _one_rank(session: Session, eager: Eager, layer: Layer, seed: int, tally: _T
     rows = hidden_rows(tree, seed + 1)
     for chunk in chunks(tree)[:-2]:
         ours, theirs = _Seen(), _Seen()
-        names = [s["name"] for s in tree["steps"]]
-        shown = {n: next(s for s in tree["steps"] if s["name"] == n) for n in names}
+        writes = {s["name"]: s["writes"] for s in tree["steps"]}
         picked = sorted({0, chunk[1] // 2, chunk[1] - 1}) if chunk[1] else []
+        look = partial(_look, session.raw, tree=tree, seen=ours, chunk=chunk, picked=picked, rank=session.comm.rank)
 
-        def after(name: str, seen: _Seen = ours, at: tuple[int, int] = chunk, rows_at: list[int] = picked) -> None:
-            _look(session.raw, shown[name]["writes"], tree, seen, at, rows_at, session.comm.rank)
+        def after(name: str, look: Any = look, writes: dict[str, Any] = writes) -> None:
+            look(writes[name])
 
         session.poison(0x7F)
         out = session.prefill(rows[: chunk[1]], chunk[0], after=after, copy=True, **selection(tree, chunk))
@@ -137,12 +150,24 @@ class _Hooks:
 
 
 #: buffers compared byte for byte, and how many of their leading rows count
-_ROWS = {"rope": "rows", "q_latent": "rows", "query": "rows", "ids": "rows", "counts": "rows", "index_query": "slice", "head_weights": "slice", "local_ids": "slice", "local_counts": "slice"}
+_ROWS = {
+    "rope": "rows",
+    "q_latent": "rows",
+    "query": "rows",
+    "ids": "rows",
+    "counts": "rows",
+    "index_query": "slice",
+    "head_weights": "slice",
+    "local_ids": "slice",
+    "local_counts": "slice",
+}
 _TOKENS = ("index_history", "latent_history")
 _COPIED = ("hidden", "query", "context", "partial", "ids", "counts")
 
 
-def _look(raw: Any, written: Any, tree: dict[str, Any], seen: _Seen, chunk: tuple[int, int], picked: list[int], rank: int) -> None:
+def _look(
+    raw: Any, written: Any, tree: dict[str, Any], seen: _Seen, chunk: tuple[int, int], picked: list[int], rank: int
+) -> None:
     """Digest what counts of the buffers just written; copy the picked rows of those the oracle reads."""
     limits = tree["limits"]
     each = limits["rows"] // limits["ranks"]
@@ -159,7 +184,11 @@ def _look(raw: Any, written: Any, tree: dict[str, Any], seen: _Seen, chunk: tupl
             seen.digests[name] = digest(*parts)
         if name in _COPIED:
             plane = buffer["planes"][0]
-            seen.rows[name] = torch.stack([_leading(data, plane, buffer, row + 1)[-_width(plane, buffer) :] for row in picked]) if picked else data[:0]
+            seen.rows[name] = (
+                torch.stack([_leading(data, plane, buffer, row + 1)[-_width(plane, buffer) :] for row in picked])
+                if picked
+                else data[:0]
+            )
         if name == "latent_history" and picked:
             width = _width(buffer["planes"][0], buffer)
             topk, ids = tree["buffers"]["ids"]["planes"][0]["shape"][1], seen.rows["ids"].view(torch.int32)
@@ -170,7 +199,7 @@ def _look(raw: Any, written: Any, tree: dict[str, Any], seen: _Seen, chunk: tupl
 def _width(plane: dict[str, Any], buffer: dict[str, Any]) -> int:
     """Bytes of one row of a plane."""
     later = [p["offset"] for p in buffer["planes"] if p["offset"] > plane["offset"]]
-    return (min(later, default=buffer["nbytes"]) - plane["offset"]) // plane["shape"][0]  # type: ignore[no-any-return]
+    return (min(later, default=buffer["nbytes"]) - plane["offset"]) // plane["shape"][0]
 
 
 def _leading(data: torch.Tensor, plane: dict[str, Any], buffer: dict[str, Any], count: int) -> torch.Tensor:
@@ -187,19 +216,30 @@ def _oracle(session: Session, layer: Layer, seen: _Seen, at: int, tally: _Tally,
     query = _wide(seen.rows["query"][at], str(facts["activation"])).reshape(heads, -1)
     truth = attend(seen.rows["records"][at, :count].numpy(), query, layout, softmax_scale=g.softmax_scale, arithmetic=CORE_1)
     result = check_context(context, truth)
-    tally.check("attention", not result.faults, result.checked, f"{where}: {result.faults} of {result.checked} coordinates outside the bound")
+    tally.check(
+        "attention",
+        not result.faults,
+        result.checked,
+        f"{where}: {result.faults} of {result.checked} coordinates outside the bound",
+    )
     tally.worst["attention"] = max(tally.worst.get("attention", 0.0), result.worst)
     value, bound = _projected(session, context.astype(np.float64), _wide(seen.rows["hidden"][at], str(facts["activation"])))
     partial = seen.rows["partial"][at].view(torch.float32).numpy().astype(np.float64)
     share = np.abs(partial - value) / bound
-    tally.check("output", bool((share <= 1).all()), len(share), f"{where}: {int((share > 1).sum())} of {len(share)} partial sums outside the bound")
+    tally.check(
+        "output",
+        bool((share <= 1).all()),
+        len(share),
+        f"{where}: {int((share > 1).sum())} of {len(share)} partial sums outside the bound",
+    )
     tally.worst["output"] = max(tally.worst.get("output", 0.0), float(share.max()))
 
 
 def _projected(session: Session, context: F64, hidden: F64) -> tuple[F64, F64]:
     """Partial output [hidden] of one row in fp64 and a bound on what fp32 can make of it.
 
-    v = c uv' (depth k), v g with g = sigmoid(h gate') whose argument errs by at most d = ((1+u)^H - 1) |h| |gate'|, sum over heads and v of
+    v = c uv' (depth k), v g with g = sigmoid(h gate') whose argument errs by at most d = ((1+u)^H - 1) |h| |gate'|, sum over
+    heads and v of
     v g o': a term meets k + 1 + 2 + v + heads roundings, its gate a factor e^d (1 + 4u).
     """
     steps = session.tree["steps"]
@@ -207,7 +247,10 @@ def _projected(session: Session, context: F64, hidden: F64) -> tuple[F64, F64]:
     names = {a["buffer"] for a in passed["args"]}
     tensors = {n: _weight(session, n) for n in ("w.uv", "w.o", "w.gate") if n in names}
     heads, v_dim, depth = tensors["w.uv"].shape
-    value, size = np.einsum("hvk,hk->hv", tensors["w.uv"], context), np.einsum("hvk,hk->hv", np.abs(tensors["w.uv"]), np.abs(context))
+    value, size = (
+        np.einsum("hvk,hk->hv", tensors["w.uv"], context),
+        np.einsum("hvk,hk->hv", np.abs(tensors["w.uv"]), np.abs(context)),
+    )
     drift = np.zeros_like(value)
     if "w.gate" in tensors:
         argument = (tensors["w.gate"] @ hidden).reshape(heads, v_dim)
@@ -231,11 +274,18 @@ def _wide(raw: torch.Tensor, dtype: str) -> F64:
 
 
 def _rounded(session: Session, seen: _Seen, output: torch.Tensor, tally: _Tally, where: str) -> None:
-    """One rank's output is its partial rows, rounded once. (With more ranks it is their sum: the bound of one rounding and the tree.)"""
+    """One rank's output is its partial rows, rounded once. (With more ranks it is their sum: the bound of one rounding and
+    the tree.)
+    """
     ranks = int(session.tree["limits"]["ranks"])
     partial = seen.rows["partial"].view(torch.float32).view(output.shape)
     if ranks == 1:
-        tally.check("output", torch.equal(partial.to(output.dtype), output), len(output), f"{where}: the output is not the rounded partial")
+        tally.check(
+            "output",
+            torch.equal(partial.to(output.dtype), output),
+            len(output),
+            f"{where}: the output is not the rounded partial",
+        )
         return
     total, size = partial.to(torch.float64), partial.abs().to(torch.float64)
     for shared in (total, size):
@@ -248,4 +298,6 @@ def _rounded(session: Session, seen: _Seen, output: torch.Tensor, tally: _Tally,
     unit = U_BF16 if output.dtype == torch.bfloat16 else U32
     bound = compound(ranks, U32) * size + unit * (total.abs() + compound(ranks, U32) * size) + 2.0**-120
     good = (output.to(torch.float64) - total).abs() <= bound
-    tally.check("output", bool(good.all()), good.numel(), f"{where}: {int((~good).sum())} outputs are not the ranks' sum rounded once")
+    tally.check(
+        "output", bool(good.all()), good.numel(), f"{where}: {int((~good).sum())} outputs are not the ranks' sum rounded once"
+    )

@@ -35,7 +35,9 @@ def apart(tree: Tree) -> Tree:
 
 
 def late_first(tree: Tree) -> Tree | None:
-    """The core in the wrong order: the late history is gathered before the selection reads the early one. None without two histories."""
+    """The core in the wrong order: the late history is gathered before the selection reads the early one. None without two
+    histories.
+    """
     if len(tree["histories"]) < 2:
         return None
     early, late = tree["histories"]
@@ -82,7 +84,7 @@ def hidden_rows(tree: Tree, seed: int) -> torch.Tensor:
     return torch.randn(tuple(plane["shape"]), generator=torch.Generator().manual_seed(seed))
 
 
-def selection(tree: Tree, chunk: Chunk) -> dict[str, torch.Tensor]:
+def selection(tree: Tree, chunk: Chunk) -> dict[str, Any]:
     """The ids a core without an indexer is given: the latest tokens each row sees."""
     if not tree["inputs"]:
         return {}
@@ -120,7 +122,9 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 def trace(session: Session, wanted: Sequence[Chunk], *, seed: int, poison: int | None) -> Trace:
-    """Replay ``wanted`` over a filled history. ``poison``: fills what may hold nothing before each replay; not before queued ones."""
+    """Replay ``wanted`` over a filled history. ``poison``: fills what may hold nothing before each replay; not before queued
+    ones.
+    """
     fill_caches(session, seed)
     rows, found, before = hidden_rows(session.tree, seed + 1), Trace(), None
     for chunk in wanted:

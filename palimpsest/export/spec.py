@@ -46,10 +46,15 @@ class Argument:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "buffer": self.buffer, "dtype": self.dtype, "size": list(self.size), "stride": list(self.stride), "offset": self.offset,
-            "steps": dict(sorted(self.steps.items())), "mutated": self.mutated,
+            "buffer": self.buffer,
+            "dtype": self.dtype,
+            "size": list(self.size),
+            "stride": list(self.stride),
+            "offset": self.offset,
+            "steps": dict(sorted(self.steps.items())),
+            "mutated": self.mutated,
             "dynamic": {str(axis): name for axis, name in sorted(self.dynamic.items())},
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,14 @@ class Stage:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "name": self.name, "phase": self.phase, "runner": self.runner, "passes": [one.to_json() for one in self.passes],
-            "numbers": dict(sorted(self.numbers.items())), "control": dict(sorted(self.control.items())),
-            "roles": dict(sorted(self.roles.items())), "planes": [dict(sorted(p.items())) for p in self.planes],
-            "reads": sorted(self.reads), "writes": sorted(self.writes),
-        }  # fmt: skip
+            "name": self.name,
+            "phase": self.phase,
+            "runner": self.runner,
+            "passes": [one.to_json() for one in self.passes],
+            "numbers": dict(sorted(self.numbers.items())),
+            "control": dict(sorted(self.control.items())),
+            "roles": dict(sorted(self.roles.items())),
+            "planes": [dict(sorted(p.items())) for p in self.planes],
+            "reads": sorted(self.reads),
+            "writes": sorted(self.writes),
+        }

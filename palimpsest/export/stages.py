@@ -1,11 +1,13 @@
 """Program -> stages: which exported program serves which op, and the views it is called with.
 
-Every program works on a tile: up to ``ROW_TILE`` query rows, one head, ``KEY_TILE`` keys. Its size does not depend on the context, so
-one compiled tile serves any prepared capacity. A last tile that would leave the buffer starts earlier instead and computes some rows
+Every program works on a tile: up to ``ROW_TILE`` query rows, one head, ``KEY_TILE`` keys. Its size does not depend on the
+context, so
+one compiled tile serves any prepared capacity. A last tile that would leave the buffer starts earlier instead and computes
+some rows
 again: a row's bits do not depend on its place in a tile.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,20 +52,32 @@ class Builder:
 
     def _stage(self, step: Step) -> Stage:
         makers: dict[str, Callable[[Step, dict[str, Any], dict[str, str]], dict[str, Any]]] = {
-            "bind_inputs": self._bind, "query_latent": self._query_latent, "attention_query": self._attention_query,
-            "append_latent": self._append_latent, "index_query": self._index_query, "append_index": self._append_index,
-            "gather_history": self._gather, "index_select": self._select, "exchange_ids": self._exchange, "barrier": self._barrier,
-            "sparse_attend": self._attend, "project_output": self._project, "reduce_output": self._reduce,
-        }  # fmt: skip
+            "bind_inputs": self._bind,
+            "query_latent": self._query_latent,
+            "attention_query": self._attention_query,
+            "append_latent": self._append_latent,
+            "index_query": self._index_query,
+            "append_index": self._append_index,
+            "gather_history": self._gather,
+            "index_select": self._select,
+            "exchange_ids": self._exchange,
+            "barrier": self._barrier,
+            "sparse_attend": self._attend,
+            "project_output": self._project,
+            "reduce_output": self._reduce,
+        }
         if step.op not in makers:
             raise Unsupported(f"step {step.name}: op {step.op} has no exported form; exported are {', '.join(sorted(makers))}")
         roles = dict((*step.reads, *step.writes, *step.updates))
         parts = makers[step.op](step, dict(step.params), roles)
         accesses = step.accesses()
         return Stage(
-            name=step.name, phase=step.phase, reads=tuple(b for a, b in accesses if a != "write"),
-            writes=tuple(b for a, b in accesses if a != "read"), **parts,
-        )  # fmt: skip
+            name=step.name,
+            phase=step.phase,
+            reads=tuple(b for a, b in accesses if a != "write"),
+            writes=tuple(b for a, b in accesses if a != "read"),
+            **parts,
+        )
 
     # -- views
 
@@ -101,7 +115,7 @@ class Builder:
     def rope(self, roles: dict[str, str], tile: int) -> list[Argument]:
         return [self.view("rope", "r..", tile=tile)] if "rope" in roles else []
 
-    def scratch(self, step: Step, planes: list[tuple[str, tuple[int, ...]]]) -> list[Argument]:
+    def scratch(self, step: Step, planes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Argument]:
         """Typed tensors side by side in the step's planned scratch, 64-aligned."""
         found, at = [], 0
         for dtype, shape in planes:
@@ -125,15 +139,31 @@ class Builder:
             args = [positions, self.weight("inv_freq"), self.view("rope", "r..", mutated=True)]
             passes.append(self.add("rope_table", programs.rope_table(), args, "row"))
         control = {"positions": self.tile} if passes else {}
-        return {"runner": "input", "passes": tuple(passes), "numbers": {"tile": self.tile}, "control": control, "roles": {"hidden": "hidden"}}
+        return {
+            "runner": "input",
+            "passes": tuple(passes),
+            "numbers": {"tile": self.tile},
+            "control": control,
+            "roles": {"hidden": "hidden"},
+        }
 
     def _query_latent(self, step: Step, p: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:
-        args = [self.view("hidden", "r."), self.weight("w.q_a"), self.weight("w.q_a_norm"), self.view("q_latent", "r.", mutated=True)]
+        args = [
+            self.view("hidden", "r."),
+            self.weight("w.q_a"),
+            self.weight("w.q_a_norm"),
+            self.view("q_latent", "r.", mutated=True),
+        ]
         return self._rows([self.add(step.name, programs.query_latent(p["eps"]), args, "row")])
 
     def _attention_query(self, step: Step, p: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:
         heads = p["heads"]
-        args = [self.view("q_latent", "r."), self.weight("w.q_b", heads), self.weight("w.uk", heads), *self.rope(roles, self.tile)]
+        args = [
+            self.view("q_latent", "r."),
+            self.weight("w.q_b", heads),
+            self.weight("w.uk", heads),
+            *self.rope(roles, self.tile),
+        ]
         args.append(self.view("query", "rh.", mutated=True))
         function = programs.attention_query(p["nope"], p["rope_layout"], "rope" in roles)
         return self._rows([self.add(step.name, function, args, "head", "row")], heads=heads)
@@ -153,9 +183,7 @@ class Builder:
             copies.append({"tile": argument.offset, "width": size, "page": at, "pitch": record})
             at += size
         args = [self.view("hidden", "r."), self.weight("w.kv_a"), self.weight("w.kv_a_norm"), *self.rope(roles, tile), *outputs]
-        function = programs.append_latent(
-            p["kv_lora"], p["eps"], p["rope_layout"], fmt, p["latent_scale"], rope="rope" in roles
-        )  # fmt: skip
+        function = programs.append_latent(p["kv_lora"], p["eps"], p["rope_layout"], fmt, p["latent_scale"], rope="rope" in roles)
         return self._append(step, self.add(step.name, function, args), "latent_cache", copies)
 
     def _append_index(self, step: Step, p: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:
@@ -165,31 +193,54 @@ class Builder:
         copies = [{"tile": outputs[0].offset, "width": width, "page": 0, "pitch": width}]
         if stored:
             copies.append({"tile": outputs[1].offset, "width": 4, "page": p["page"] * dim, "pitch": 4})
-        args = [self.view("hidden", "r."), self.weight("w.index_k"), self.weight("w.index_k_norm"), self.weight("w.index_k_norm_bias")]
+        args = [
+            self.view("hidden", "r."),
+            self.weight("w.index_k"),
+            self.weight("w.index_k_norm"),
+            self.weight("w.index_k_norm_bias"),
+        ]
         function = programs.append_index(
-            dim, p["eps"], p["rope_dims"], p["rope_layout"], rotate=p["hadamard"], fmt=p["format"],
-            power_of_two=p["scale_format"] == "ue8m0", rope="rope" in roles,
-        )  # fmt: skip
-        return self._append(step, self.add(step.name, function, [*args, *self.rope(roles, tile), *outputs]), "index_cache", copies)
+            dim,
+            p["eps"],
+            p["rope_dims"],
+            p["rope_layout"],
+            rotate=p["hadamard"],
+            fmt=p["format"],
+            power_of_two=p["scale_format"] == "ue8m0",
+            rope="rope" in roles,
+        )
+        return self._append(
+            step, self.add(step.name, function, [*args, *self.rope(roles, tile), *outputs]), "index_cache", copies
+        )
 
     def _append(self, step: Step, one: Pass, cache: str, copies: list[dict[str, int]]) -> dict[str, Any]:
         return {
-            "runner": "append", "passes": (one,), "numbers": {"tile": self.tile}, "roles": {"cache": cache, "tile": step.scratch_name},
+            "runner": "append",
+            "passes": (one,),
+            "numbers": {"tile": self.tile},
+            "roles": {"cache": cache, "tile": step.scratch_name},
             "planes": tuple(copies),
-        }  # fmt: skip
+        }
 
     def _index_query(self, step: Step, p: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:
         tile, stored, heads = self.slice_tile, p["format"] == "fp8", p["heads"]
         hidden, source = self.view("hidden", "r.", tile=tile), self.view("q_latent", "r.", tile=tile)
         column = self.view("head_weights", "s.", tile=tile, mutated=True)
-        first = self.add(f"{step.name}.weights", programs.head_weights(heads, p["dim"]), [hidden, self.weight("w.index_w"), column], "slot")
+        first = self.add(
+            f"{step.name}.weights", programs.head_weights(heads, p["dim"]), [hidden, self.weight("w.index_w"), column], "slot"
+        )
         args = [source, self.weight("w.index_q", heads), *self.rope(roles, tile)]
         args.append(self.view("index_query", "sh.", tile=tile, mutated=True))
         args += [self.view("head_weights", "sh", tile=tile, mutated=True)] if stored else []
         function = programs.index_query(
-            p["dim"], p["rope_dims"], p["rope_layout"], rotate=p["hadamard"], fmt=p["format"],
-            power_of_two=p["scale_format"] == "ue8m0", rope="rope" in roles,
-        )  # fmt: skip
+            p["dim"],
+            p["rope_dims"],
+            p["rope_layout"],
+            rotate=p["hadamard"],
+            fmt=p["format"],
+            power_of_two=p["scale_format"] == "ue8m0",
+            rope="rope" in roles,
+        )
         second = self.add(f"{step.name}.head", function, args, "slot", "head")
         return self._rows([first, second], heads=heads, tile=tile)
 
@@ -197,14 +248,17 @@ class Builder:
         cache, history = self.program.by_name[roles["cache"]], self.program.by_name[roles["history"]]
         pages, page_bytes = cache.planes[0].shape
         widths = [int(width) for width in p["record"].split("+")]
-        source = Argument(roles["cache"], "u8", (pages, page_bytes), (page_bytes, 1), 0, {"page": page_bytes}, False, {0: "pages"})
-        args, offsets = [source], []
+        source = Argument(
+            roles["cache"], "u8", (pages, page_bytes), (page_bytes, 1), 0, {"page": page_bytes}, False, {0: "pages"}
+        )
+        args = [source]
+        offsets: list[int] = []
         for plane, width in zip(history.planes, widths, strict=True):
             size = p["page"] * width
             offset = history.plane_offset(plane.name)
             args.append(
                 Argument(history.name, "u8", (pages, size), (p["ranks"] * size, 1), offset, {"place": size}, True, {0: "pages"})
-            )  # fmt: skip
+            )
             offsets.append(sum(o * p["page"] for o in widths[: len(offsets)]))
         one = self.add(step.name, programs.gather_pages(tuple(offsets)), args)
         return {"runner": "gather", "passes": (one,), "roles": {"cache": cache.name, "staging": roles["staging"]}}
@@ -213,7 +267,10 @@ class Builder:
         stored, topk, tokens = p["format"] == "fp8", p["topk"], self.limits.tokens
         tile, keys = min(SELECT_TILE if stored else 1, self.limits.slice_rows), min(KEY_TILE, tokens)
         if not stored and tokens % keys:
-            raise Unsupported(f"fp32 index records need a context of whole {KEY_TILE}-token tiles, not {tokens}; use {align_up(tokens, KEY_TILE)}")
+            raise Unsupported(
+                f"fp32 index records need a context of whole {KEY_TILE}-token tiles, not {tokens}; "
+                f"use {align_up(tokens, KEY_TILE)}"
+            )
         state = self.scratch(step, [("i64", (tile, topk))])[0]
         seen, start = (Argument(f"{CONTROL}{n}", "i64", (size,), (1,)) for n, size in (("seen", tile), ("start", 2)))
         scored = [self.view("index_query", "s..", tile=tile), self.view("head_weights", "s.", tile=tile)]
@@ -225,7 +282,12 @@ class Builder:
         args = [held, seen, self.view("local_ids", "s.", tile=tile, mutated=True)]
         args.append(self.view("local_counts", "s", tile=tile, plane="counts", mutated=True))
         second = self.add(f"{step.name}.emit", programs.select_emit(topk), args, "slot")
-        return {"runner": "select", "passes": (first, second), "numbers": {"tile": tile, "keys": keys}, "control": {"seen": tile, "start": 2}}
+        return {
+            "runner": "select",
+            "passes": (first, second),
+            "numbers": {"tile": tile, "keys": keys},
+            "control": {"seen": tile, "start": 2},
+        }
 
     def _exchange(self, step: Step, p: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:
         return {"runner": "exchange_ids", "roles": {r: roles[r] for r in ("local_ids", "local_counts", "ids", "counts")}}
@@ -255,7 +317,11 @@ class Builder:
         return {"runner": "reduce_output", "roles": {r: roles[r] for r in ("partial", "staging", "output")}}
 
     def _rows(self, passes: list[Pass], *, heads: int = 0, tile: int = 0) -> dict[str, Any]:
-        return {"runner": "rows", "passes": tuple(passes), "numbers": {"tile": tile or self.tile} | ({"heads": heads} if heads else {})}
+        return {
+            "runner": "rows",
+            "passes": tuple(passes),
+            "numbers": {"tile": tile or self.tile} | ({"heads": heads} if heads else {}),
+        }
 
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -270,7 +336,7 @@ def _first_row(argument: Argument) -> Argument:
     """One row without its axis of one."""
     return Argument(
         argument.buffer, argument.dtype, argument.size[1:], argument.stride[1:], argument.offset, argument.steps, argument.mutated
-    )  # fmt: skip
+    )
 
 
 def _record_planes(history: Buffer, p: dict[str, Any]) -> list[Argument]:
@@ -285,7 +351,7 @@ def _record_planes(history: Buffer, p: dict[str, Any]) -> list[Argument]:
     return [
         Argument(history.name, dtype, (tokens, width), (record // dtype_bytes(dtype), 1), offset, {}, False, {0: "tokens"})
         for dtype, width, offset in parts
-    ]  # fmt: skip
+    ]
 
 
 def build(program: Program) -> Built:

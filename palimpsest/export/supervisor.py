@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,10 +50,8 @@ class _Running:
 
     def reap(self) -> None:
         """Kill the whole group: a compiler that outlived its worker, or a worker that is late."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         if self.process.stdin is not None:
             self.process.stdin.close()
         self.process.wait()
@@ -61,7 +60,9 @@ class _Running:
 class Supervisor:
     """At most ``workers`` jobs at once, each for at most ``timeout_s`` seconds and ``retries`` further attempts."""
 
-    def __init__(self, workers: int = 2, *, timeout_s: float = 900.0, retries: int = 1, notify: Callable[[Event], None] | None = None):
+    def __init__(
+        self, workers: int = 2, *, timeout_s: float = 900.0, retries: int = 1, notify: Callable[[Event], None] | None = None
+    ):
         self.workers, self.timeout_s, self.retries = workers, timeout_s, retries
         self.notify = notify if notify is not None else lambda event: None
 
@@ -85,7 +86,9 @@ class Supervisor:
 
     def _start(self, job: Job, attempt: int) -> _Running:
         with job.log.open("wb") as log:
-            process = subprocess.Popen(job.command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                job.command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
         self.notify(Event(job.name, "started", attempt))
         return _Running(job, attempt, process, time.monotonic())
 
@@ -99,7 +102,13 @@ class Supervisor:
         if code == 0:
             self.notify(Event(one.job.name, "done", one.attempt, seconds))
             return False
-        why = f"took more than {self.timeout_s:g} s" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        why = (
+            f"took more than {self.timeout_s:g} s"
+            if code is None
+            else f"was killed by signal {-code}"
+            if code < 0
+            else f"ended with {code}"
+        )
         if one.attempt <= self.retries:
             self.notify(Event(one.job.name, "retry", one.attempt, seconds, why))
             return True

@@ -39,7 +39,9 @@ def fakes(args: Sequence[dict[str, Any]], mode: FakeTensorMode, extent: int = 64
     """One FakeTensor with a storage of its own per signature; a dynamic axis gets ``extent``."""
     with mode:
         return tuple(
-            torch.empty_strided([extent if isinstance(n, str) else n for n in a["size"]], a["stride"], dtype=TORCH_DTYPES[a["dtype"]])
+            torch.empty_strided(
+                [extent if isinstance(n, str) else n for n in a["size"]], a["stride"], dtype=TORCH_DTYPES[a["dtype"]]
+            )
             for a in args
         )
 
@@ -66,7 +68,9 @@ def export_template(name: str, function: Callable[..., None], args: Sequence[Arg
 def _check(name: str, made: ExportedProgram, signatures: Sequence[dict[str, Any]]) -> None:
     signature = made.run_decompositions({}).graph_signature
     if made.state_dict or made.constants:
-        raise BadConfig(f"stage {name} holds constants {sorted(made.state_dict) + sorted(made.constants)}; every tensor is an argument")
+        raise BadConfig(
+            f"stage {name} holds constants {sorted(made.state_dict) + sorted(made.constants)}; every tensor is an argument"
+        )
     inputs = list(signature.user_inputs)
     changed = {inputs.index(one) for one in signature.user_inputs_to_mutate.values()}
     wanted = {i for i, a in enumerate(signatures) if a["mutated"]}
@@ -97,7 +101,7 @@ def read_template(template: bytes) -> tuple[dict[str, Any], ExportedProgram]:
     if tree.get("format") != FORMAT:
         raise BadConfig(f"template has format {tree.get('format')!r}; this version reads {FORMAT!r}")
     graph = json.dumps(tree["program"]).encode()
-    examples = (fakes(tree["args"], FakeTensorMode()), {})
+    examples: Any = (fakes(tree["args"], FakeTensorMode()), {})
     artifact = SerializedArtifact(graph, {}, {}, examples)  # type: ignore[arg-type]  # values, not bytes: nothing is unpickled
     return tree, deserialize(artifact)
 

@@ -1,4 +1,6 @@
-"""What compiled programs depend on besides their template: torch, the C++ compiler, the instruction set. All of it is in the store key."""
+"""What compiled programs depend on besides their template: torch, the C++ compiler, the instruction set. All of it is in the
+store key.
+"""
 
 import platform
 import shutil
@@ -42,29 +44,41 @@ class Toolchain:
     def facts(self) -> dict[str, str]:
         """For the store key."""
         return {
-            "torch": self.torch, "compiler": self.compiler, "machine": self.machine, "isa": self.isa, "flags": " ".join(self.flags),
-        }  # fmt: skip
+            "torch": self.torch,
+            "compiler": self.compiler,
+            "machine": self.machine,
+            "isa": self.isa,
+            "flags": " ".join(self.flags),
+        }
 
     def environment(self) -> dict[str, Any]:
         """For the manifest: what a loader checks."""
         return {
-            "torch": self.torch, "machine": self.machine, "isa": self.isa, "cpu_flags": list(self.flags),
-            "compiler": self.compiler, "device": "cpu",
-        }  # fmt: skip
+            "torch": self.torch,
+            "machine": self.machine,
+            "isa": self.isa,
+            "cpu_flags": list(self.flags),
+            "compiler": self.compiler,
+            "device": "cpu",
+        }
 
     def config(self) -> dict[str, Any]:
         """Options of the compiler; part of the key."""
         return {
-            "memory_planning": True, "aot_inductor.package_constants_in_so": True, "aot_inductor.enable_line_tables": False,
-            "cpp.threads": 1, "cpp.march": ISAS[self.isa].march,
+            "memory_planning": True,
+            "aot_inductor.package_constants_in_so": True,
+            "aot_inductor.enable_line_tables": False,
+            "cpp.threads": 1,
+            "cpp.march": ISAS[self.isa].march,
             "cpp.enable_floating_point_contract_flag": "off",
-        }  # fmt: skip
+        }
 
 
 def find(isa: str | None = None, here: frozenset[str] | None = None, compiler: str = "g++") -> Toolchain:
     """The toolchain of this machine for ``isa`` (default: the widest it can run). ``here``: its processor's flags.
 
-    Raises UnknownName for an instruction set nobody knows, Unavailable when the machine lacks it, is not x86-64, or has no compiler.
+    Raises UnknownName for an instruction set nobody knows, Unavailable when the machine lacks it, is not x86-64, or has no
+    compiler.
     """
     import torch
 
@@ -77,7 +91,9 @@ def find(isa: str | None = None, here: frozenset[str] | None = None, compiler: s
     if not able or (isa is not None and isa not in able):
         raise Unavailable(f"this processor cannot run {isa or ' or '.join(ISAS)}; it can run {', '.join(able) or 'none of them'}")
     if shutil.which(compiler) is None:
-        raise Unavailable(f"no C++ compiler: {compiler} is not on the PATH; install it, prepare needs it (running a core does not)")
+        raise Unavailable(
+            f"no C++ compiler: {compiler} is not on the PATH; install it, prepare needs it (running a core does not)"
+        )
     version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=True).stdout.strip()
     chosen = isa or able[0]
     words = [word.removeprefix("-m") for word in vectors(chosen).build_arch_flags().split() if word.startswith("-m")]

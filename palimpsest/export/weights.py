@@ -19,7 +19,16 @@ from palimpsest.run.arena import Arena
 from palimpsest.run.weights import Filler
 
 #: safetensors' names of our dtypes
-SPELLING = {"u8": "U8", "bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp64": "F64", "i32": "I32", "i64": "I64", "e4m3": "F8_E4M3"}
+SPELLING = {
+    "u8": "U8",
+    "bf16": "BF16",
+    "fp16": "F16",
+    "fp32": "F32",
+    "fp64": "F64",
+    "i32": "I32",
+    "i64": "I64",
+    "e4m3": "F8_E4M3",
+}
 #: alignment of every tensor in the file; safetensors allows no holes, so the padding has names
 ALIGN, PAD = 64, "_pad."
 
@@ -73,7 +82,11 @@ def _layout(buffers: tuple[Buffer, ...]) -> tuple[bytes, Mapping[str, int], int]
     for number, buffer in enumerate(buffers):
         plane = buffer.planes[0]
         places[buffer.name] = at
-        entries[buffer.name] = {"dtype": SPELLING[plane.dtype], "shape": list(plane.shape), "data_offsets": [at, at + plane.nbytes]}
+        entries[buffer.name] = {
+            "dtype": SPELLING[plane.dtype],
+            "shape": list(plane.shape),
+            "data_offsets": [at, at + plane.nbytes],
+        }
         end = align_up(at + plane.nbytes, ALIGN)
         if end > at + plane.nbytes:
             rest = end - at - plane.nbytes

@@ -1,7 +1,9 @@
 """A compile worker: template in, one shared object in the store out. Knows nothing about models.
 
-``python -m palimpsest.export.worker job.json``. The job names the template with its hash, the store and its key, the compiler's options
-and the views a call will get: storage, byte offset, shape, stride, dtype. Views are rebuilt on Fake storage, never received: a pickled
+``python -m palimpsest.export.worker job.json``. The job names the template with its hash, the store and its key, the
+compiler's options
+and the views a call will get: storage, byte offset, shape, stride, dtype. Views are rebuilt on Fake storage, never received:
+a pickled
 view forgets silently that it shares its storage.
 """
 
@@ -46,7 +48,9 @@ def rebuild(spec: Mapping[str, Any], mode: FakeTensorMode) -> list[torch.Tensor]
             if view["byte_offset"] % kind.itemsize:
                 raise BadConfig(f"view of {view['storage']} at byte {view['byte_offset']} is not aligned to {kind}")
             whole = storages[view["storage"]].untyped_storage()
-            found.append(torch.empty(0, dtype=kind).set_(whole, view["byte_offset"] // kind.itemsize, view["size"], view["stride"]))
+            found.append(
+                torch.empty(0, dtype=kind).set_(whole, view["byte_offset"] // kind.itemsize, view["size"], view["stride"])
+            )
     for (a, x), (b, y) in combinations(zip(spec["views"], found, strict=True), 2):
         if (x.untyped_storage()._cdata == y.untyped_storage()._cdata) != (a["storage"] == b["storage"]):
             raise BadConfig(f"rebuilt views of {a['storage']} and {b['storage']} share storage wrongly")
@@ -62,7 +66,9 @@ def refuse_overlap(spec: Mapping[str, Any], args: list[dict[str, Any]]) -> None:
     for i, k in combinations(range(len(args)), 2):
         same = spec["views"][i]["storage"] == spec["views"][k]["storage"]
         if same and (args[i]["mutated"] or args[k]["mutated"]) and max(reach[i][0], reach[k][0]) < min(reach[i][1], reach[k][1]):
-            raise BadConfig(f"arguments {i} and {k} share bytes of {spec['views'][i]['storage']} inside one program, and one is changed")
+            raise BadConfig(
+                f"arguments {i} and {k} share bytes of {spec['views'][i]['storage']} inside one program, and one is changed"
+            )
 
 
 def compile_template(template: bytes, config: Mapping[str, Any], isa: str, output: Path) -> list[dict[str, Any]]:
@@ -71,7 +77,8 @@ def compile_template(template: bytes, config: Mapping[str, Any], isa: str, outpu
     from torch._inductor import cpu_vec_isa
 
     chosen = vectors(isa)
-    cpu_vec_isa.valid_vec_isa_list = lambda: [chosen]
+    # the widest set would be chosen otherwise; this process compiles one program and ends
+    setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [chosen])  # noqa: B010
     tree, program = read_template(template)
     examples = program.example_inputs[0]
     torch._inductor.aot_compile(program.module(), examples, options={**config, "aot_inductor.output_path": str(output)})
@@ -100,8 +107,10 @@ def scratch_bytes(program: Path, args: list[dict[str, Any]], spec: Mapping[str, 
 def refuse_miscompiled(program: Path, template: bytes, spec: Mapping[str, Any]) -> None:
     """Raise Unavailable unless the compiled program gives the bytes of the exported one, run by eager torch on random inputs.
 
-    torch 2.13 miscompiles some vectorised loops without a word. Inputs of whole histories are left out by taking a few tokens. A last
-    bit may differ by chance where fp64 is rounded to fp32, so the program may pick the best of a few draws; a miscompiled one never passes.
+    torch 2.13 miscompiles some vectorised loops without a word. Inputs of whole histories are left out by taking a few
+    tokens. A last
+    bit may differ by chance where fp64 is rounded to fp32, so the program may pick the best of a few draws; a miscompiled one
+    never passes.
     """
     from palimpsest_loader.native import load_program
 
@@ -115,7 +124,9 @@ def refuse_miscompiled(program: Path, template: bytes, spec: Mapping[str, Any]) 
         off = [i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if not _same(x, y, exact=tree["exact"])]
         if not off:
             return
-    raise Unavailable(f"the compiler gave a program whose argument {off[0]} differs from eager torch's; report it, and try --isa avx2")
+    raise Unavailable(
+        f"the compiler gave a program whose argument {off[0]} differs from eager torch's; report it, and try --isa avx2"
+    )
 
 
 def _same(x: torch.Tensor, y: torch.Tensor, *, exact: bool) -> bool:
@@ -130,7 +141,9 @@ def _draw(args: list[dict[str, Any]], spec: Mapping[str, Any], seed: int) -> lis
     generator = torch.Generator().manual_seed(seed)
     found = []
     for argument, view in zip(args, spec["views"], strict=True):
-        size = [min(extent, FEW) if isinstance(n, str) else extent for n, extent in zip(argument["size"], view["size"], strict=True)]
+        size = [
+            min(extent, FEW) if isinstance(n, str) else extent for n, extent in zip(argument["size"], view["size"], strict=True)
+        ]
         kind, stride = TORCH_DTYPES[argument["dtype"]], argument["stride"]
         count = sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
         if kind.is_floating_point:

@@ -1,7 +1,8 @@
 """Gates A4, A5, A6: prepared bytes follow the plan at any size, cannot grow, and do not grow.
 
-A5 plans the layer at three context lengths and maps them without touching a page, so that a million tokens cost address space only.
-A6 replays small mixed chunks; A4 runs those replays with the address space capped at what the process holds, and shows that the cap bites.
+A5 plans the layer at three context lengths and maps them without touching a page, so that a million tokens cost address space
+only. A6 replays small mixed chunks; A4 runs those replays with the address space capped at what the process holds, and shows
+that the cap bites.
 """
 
 import mmap
@@ -53,7 +54,12 @@ def law(sheet: Sheet, program: Program, plans: dict[str, Plan], *, records: tupl
     for segment in plans["alias"].segments:
         mapped[segment.kind] = _mapped(segment.nbytes)
         pages = align_up(segment.nbytes, PAGE)
-        cell.check(mapped[segment.kind] == pages, 1, f"{t} tokens: {segment.kind} maps {mapped[segment.kind]} bytes, {pages} wanted", pages)
+        cell.check(
+            mapped[segment.kind] == pages,
+            1,
+            f"{t} tokens: {segment.kind} maps {mapped[segment.kind]} bytes, {pages} wanted",
+            pages,
+        )
     return mapped
 
 
@@ -78,7 +84,8 @@ def address_space() -> int:
 
 
 class Cap:
-    """While it is entered this process's address space cannot grow by more than ``headroom``. The limit to restore is read when it is made."""
+    """While it is entered this process's address space cannot grow by more than ``headroom``. The limit to restore is read when
+    it is made."""
 
     def __init__(self, headroom: int):
         self.headroom = headroom
@@ -126,8 +133,8 @@ class Soak:
     def run(self, sheet: Sheet) -> None:
         """A4 and A6: the replays under the cap, in windows.
 
-        A window must leave the mappings, their proportional size and the large heap mappings as they were. Heap bytes in use move with
-        Python's own objects: growth in every single window is a leak.
+        A window must leave the mappings, their proportional size and the large heap mappings as they were. Heap bytes in use
+        move with Python's own objects: growth in every single window is a leak.
         """
         each, capped, cell = SOAK_REPLAYS // SOAK_WINDOWS, sheet.cell("A4"), sheet.cell("A6")
         for number in range(self.kinds):  # what the first small chunks leave in Python's own caches is not a leak
@@ -145,7 +152,9 @@ class Soak:
         self.meet("soak uncapped")
         capped.check(late_mapping(2 * headroom), 1, "nothing can be mapped after the cap was lifted")
         grown = self.alone and leak(used)
-        cell.check(not grown, 1, f"heap bytes in use grew in each of {SOAK_WINDOWS} windows of {each} replays, at last by {used[-1]}")
+        cell.check(
+            not grown, 1, f"heap bytes in use grew in each of {SOAK_WINDOWS} windows of {each} replays, at last by {used[-1]}"
+        )
 
     def _window(self, cell: Cell, window: int, each: int) -> int | None:
         """Heap bytes in use that the window added."""

@@ -1,8 +1,9 @@
 """Certified selection (gates K7 and K4 of a foreign selector): a set is right when exact scores of the persistent bytes say so.
 
-Every visible key of every row is scored in fp64 with a rigorous error. Keys whose error cannot move them across the cutoff are settled; the few others are
-scored with integers. A set is accepted when it holds every id above the exact cutoff and fills up with ids exactly at it, in any choice: so a selector may
-break ties as it likes and may do nothing else. Where its choice differs from the stated rule (lowest ids first), a certificate says why that is a tie.
+Every visible key of every row is scored in fp64 with a rigorous error. Keys whose error cannot move them across the cutoff are
+settled; the few others are scored with integers. A set is accepted when it holds every id above the exact cutoff and fills up
+with ids exactly at it, in any choice: so a selector may break ties as it likes and may do nothing else. Where its choice
+differs from the stated rule (lowest ids first), a certificate says why that is a tie.
 """
 
 from typing import Any
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 from palimpsest.prove import ties
 from palimpsest.prove.capture import Observation
 from palimpsest.prove.exact import Cutoff, Filtered, decode_keys, filtered_scores
-from palimpsest.prove.gates import Sheet
 from palimpsest.prove.gates_select import CHUNK, Judge, joined
 
 #: rows scored together, so that keys are read and decoded once for all of them
@@ -23,7 +23,9 @@ F64 = NDArray[np.float64]
 
 
 class CertifiedJudge(Judge):
-    """Judges the ids of a selector that shows no scores. ``selected`` is called once its step is over, before anybody uses the ids."""
+    """Judges the ids of a selector that shows no scores. ``selected`` is called once its step is over, before anybody uses the
+    ids.
+    """
 
     gate = "K7"
 
@@ -94,19 +96,30 @@ class CertifiedJudge(Judge):
         f, slot = self.facts, row - o.first_row
         slots = len(self._ids()[0])
         tie_row = ties.TieRow(
-            row=row, rank=row // slots, topk=f.topk, visible=o.history + row + 1, format=f.format, heads=f.heads, dim=f.dim,
-            query=o.copies["index_query"][slot].tobytes(), weights=o.copies["head_weights"][slot].tobytes(),
-        )  # fmt: skip
+            row=row,
+            rank=row // slots,
+            topk=f.topk,
+            visible=o.history + row + 1,
+            format=f.format,
+            heads=f.heads,
+            dim=f.dim,
+            query=o.copies["index_query"][slot].tobytes(),
+            weights=o.copies["head_weights"][slot].tobytes(),
+        )
         made = ties.certificate(tie_row, found, cutoff, self.record, model=f.model)
         faults = ties.check_certificate(made, self.record)
         faults += [f"id {m['id']} is a {m['class']}" for m in made["members"] if m["class"] != "exact_tie"]
         used = sorted({made["kth"]["id"], *found.only_base, *found.only_alias})
-        self.certificates.append({"between": list(between), "certificate": made, "records": {str(i): self.record(i).hex() for i in used}})
+        self.certificates.append(
+            {"between": list(between), "certificate": made, "records": {str(i): self.record(i).hex() for i in used}}
+        )
         return faults[0] if faults else ""
 
 
 def selection_fault(picked: NDArray[Any], cutoff: Cutoff, value: F64) -> str:
-    """Empty when ``picked`` is a valid top-k of the exact scores behind ``cutoff``; else what is wrong, with the scores (``value`` [n], for the text)."""
+    """Empty when ``picked`` is a valid top-k of the exact scores behind ``cutoff``; else what is wrong, with the scores
+    (``value`` [n], for the text).
+    """
     faults = ties.exact_faults(picked, cutoff, len(value))
     if not faults:
         return ""
@@ -118,5 +131,9 @@ def selection_fault(picked: NDArray[Any], cutoff: Cutoff, value: F64) -> str:
         said.append(f"id {int(missing[0])} scores {value[missing[0]]:.9g} and was left out")
     if len(below):
         said.append(f"id {int(below[0])} scores {value[below[0]]:.9g} and was taken")
-    tau = "no cutoff" if cutoff.tau is None else f"the cutoff is {float(cutoff.tau):.9g}, {len(cutoff.equal)} at it, {cutoff.needed} needed"
+    tau = (
+        "no cutoff"
+        if cutoff.tau is None
+        else f"the cutoff is {float(cutoff.tau):.9g}, {len(cutoff.equal)} at it, {cutoff.needed} needed"
+    )
     return "; ".join([*said, tau])

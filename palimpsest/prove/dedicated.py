@@ -1,5 +1,6 @@
-"""Replays of their own, after the cases of the aliased arrangement: under the phase lock and the epoch shadow (S7, S8), with exact probes (O4), and a
-soak under a cap (A4, A6). They are judged by what they show themselves and change nothing the cases found.
+"""Replays of their own, after the cases of the aliased arrangement: under the phase lock and the epoch shadow (S7, S8), with
+exact probes (O4), and a soak under a cap (A4, A6). They are judged by what they show themselves and change nothing the cases
+found.
 """
 
 from collections.abc import Callable
@@ -150,7 +151,11 @@ class Dedicated:
         self.sheet.expect("O4", len(audited) * features)
         probe = Probe(setup.job.seed, facts.layout, setup.index_facts.alias_end, facts.softmax_scale)
         if not probe.usable:
-            cell.fail(len(audited) * features, f"records are scaled by {facts.layout.scale!r}, no power of two: sums of signs are not exact", "INCONCLUSIVE")
+            cell.fail(
+                len(audited) * features,
+                f"records are scaled by {facts.layout.scale!r}, no power of two: sums of signs are not exact",
+                "INCONCLUSIVE",
+            )
             return
         plant(self.session, probe, self.rank, 0, step.history)
         self.comm.barrier("probe planted")
@@ -178,7 +183,16 @@ class Dedicated:
     def _chunks(self) -> list[tuple[torch.Tensor, int]]:
         """Small mixed requests: empty, one row, a slice and a row more, at short histories and, once, at the last token."""
         p, topk = self.setup.profile, self.setup.geometry.indexer.topk
-        sizes = [(0, 1), (topk - 1, 1), (topk, p.slice_rows + 1), (2 * topk + 1, 0), (1, 2), (p.tokens - 1, 1), (p.page - 1, p.slice_rows), (p.page, 3)]
+        sizes = [
+            (0, 1),
+            (topk - 1, 1),
+            (topk, p.slice_rows + 1),
+            (2 * topk + 1, 0),
+            (1, 2),
+            (p.tokens - 1, 1),
+            (p.page - 1, p.slice_rows),
+            (p.page, 3),
+        ]
         width, dtype = self.setup.geometry.hidden, TORCH_DTYPES[self.setup.job.formats.activation]
         rng = torch.Generator().manual_seed(self.setup.job.seed)
         return [(torch.randn((rows, width), generator=rng).to(dtype), history) for history, rows in sizes if rows <= p.rows]

@@ -1,6 +1,8 @@
-"""Tie density and overlap: how often the cutoff falls into a tie, how often that tie is the ReLU's zero, how much neighbouring rows share.
+"""Tie density and overlap: how often the cutoff falls into a tie, how often that tie is the ReLU's zero, how much neighbouring
+rows share.
 
-Measured on the scores that were really ranked (of a foreign selector: on their fp64 values), over every row of a slice; integers only, and nothing here decides a verdict.
+Measured on the scores that were really ranked (of a foreign selector: on their fp64 values), over every row of a slice;
+integers only, and nothing here decides a verdict.
 """
 
 from dataclasses import asdict, dataclass
@@ -14,8 +16,8 @@ class Density:
     """Counts over rows.
 
     rows, selecting:      rows seen; rows with more visible tokens than ids
-    tied, zero_tied:      selecting rows whose cutoff score is held by more ids than places are left for it; of these, where it is zero
-    members, needed:      ids holding the cutoff score in tied rows; how many of them a set takes
+    tied, zero_tied:      selecting rows whose cutoff score is held by more ids than places are left for it; of these, where it
+    is zero members, needed:      ids holding the cutoff score in tied rows; how many of them a set takes
     pairs, shared, of:    neighbouring rows of one replay; ids both select; ids the later one selects
     """
 

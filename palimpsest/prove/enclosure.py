@@ -1,8 +1,10 @@
-"""Gates O3 and O5: oracle B, an interval that must hold the deployed attention output, from the recorded order and the engine's block.
+"""Gates O3 and O5: oracle B, an interval that must hold the deployed attention output, from the recorded order and the engine's
+block.
 
-Every quantity of the engine's written order is followed as an interval: logits rounded once, their maximum, differences, exponentials, block
-sums, and the sum over blocks, each rounded outwards as the engine's formats round. What is left is the true freedom of the arithmetic (the order inside
-a block, the exponential's last bit), which is far less than a worst-case bound allows. fp64 numpy; imports neither kernels nor runtime.
+Every quantity of the engine's written order is followed as an interval: logits rounded once, their maximum, differences,
+exponentials, block sums, and the sum over blocks, each rounded outwards as the engine's formats round. What is left is the true
+freedom of the arithmetic (the order inside a block, the exponential's last bit), which is far less than a worst-case bound
+allows. fp64 numpy; imports neither kernels nor runtime.
 """
 
 from dataclasses import dataclass
@@ -28,7 +30,9 @@ class Enclosure:
     unique: int
 
 
-def enclose(records: NDArray[np.uint8], query: F64, layout: LatentFormat, *, softmax_scale: float, model: Arithmetic) -> Enclosure:
+def enclose(
+    records: NDArray[np.uint8], query: F64, layout: LatentFormat, *, softmax_scale: float, model: Arithmetic
+) -> Enclosure:
     """The interval of every coordinate of one row over its records in emitted order; query [heads, dim] exact values.
 
     For engines it cannot follow the interval is the line, which says nothing and is recorded as no power.
@@ -45,7 +49,8 @@ def enclose(records: NDArray[np.uint8], query: F64, layout: LatentFormat, *, sof
 
 
 def follows(model: Arithmetic) -> bool:
-    """Whether the engine keeps a row's logits, stores fp32 probabilities, adds whole blocks in order, and divides with one rounding."""
+    """Whether the engine keeps a row's logits, stores fp32 probabilities, adds whole blocks in order, and divides with one
+    rounding."""
     return bool(model.block) and not model.online and model.p_u == 0 and max(model.logit_u, model.div_u) <= U32
 
 
@@ -116,12 +121,20 @@ def check_inside(context: NDArray[np.float32], found: Enclosure) -> Inside:
 
 
 def power(
-    truth: AttentionTruth, enclosure: Enclosure, query: F64, others: NDArray[np.uint8], layout: LatentFormat, *, scale: float, places: Places
+    truth: AttentionTruth,
+    enclosure: Enclosure,
+    query: F64,
+    others: NDArray[np.uint8],
+    layout: LatentFormat,
+    *,
+    scale: float,
+    places: Places,
 ) -> dict[str, int]:
     """Gate O5 of one row: single-member substitutions tried, and how many O2 and O3 would betray.
 
-    others [k, record]: unselected records, the j-th instead of the member at ``places[j]``. A substitution is betrayed for certain when the exact
-    outputs differ by more than both intervals together; the second is as wide as the first to the order of one member in n.
+    others [k, record]: unselected records, the j-th instead of the member at ``places[j]``. A substitution is betrayed for
+    certain when the exact outputs differ by more than both intervals together; the second is as wide as the first to the order
+    of one member in n.
     """
     keys, _ = decode_latent(others, layout)
     away = np.maximum(enclosure.high - truth.context, truth.context - enclosure.low)

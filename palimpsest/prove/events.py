@@ -1,9 +1,10 @@
 """Gate S7, the event log: what each rank did in which order, as its own transport saw it, and what that order proves.
 
-Every rank logs the begin and end of its steps and every exchange, barrier and agreement the layer makes; the qualifier's own meetings are not
-in it. From the logs of all ranks vector clocks are computed afterwards: the n-th parcel from one rank to another is the n-th that it sent, and a
-meeting joins all. Then, for each pair of buffers that share bytes, the last access of the early one happens before the first of the late one:
-for the two histories on every rank before every rank (the barrier between them is global), for other pairs on the rank itself.
+Every rank logs the begin and end of its steps and every exchange, barrier and agreement the layer makes; the qualifier's own
+meetings are not in it. From the logs of all ranks vector clocks are computed afterwards: the n-th parcel from one rank to
+another is the n-th that it sent, and a meeting joins all. Then, for each pair of buffers that share bytes, the last access of
+the early one happens before the first of the late one: for the two histories on every rank before every rank (the barrier
+between them is global), for other pairs on the rank itself.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,7 +42,9 @@ class LoggedComm:
         events, self._events = self._events, []
         return events
 
-    def exchange(self, sends: Sequence[tuple[int, "torch.Tensor"]], receives: Sequence[tuple[int, "torch.Tensor"]], label: str) -> None:
+    def exchange(
+        self, sends: Sequence[tuple[int, "torch.Tensor"]], receives: Sequence[tuple[int, "torch.Tensor"]], label: str
+    ) -> None:
         peers = [sorted(group_by_peer(self.rank, self.size, messages)) for messages in (sends, receives)]
         self.inner.exchange(sends, receives, label)
         self.note(EXCHANGE, label, *peers)
@@ -118,8 +121,8 @@ class Schedule:
 
 
 def static(sheet: Sheet, program: Program, schedule: Schedule, arrangement: str) -> None:
-    """S7 at the seal: in program order, every access of the early buffer of a pair comes before every access of the late one, and a step
-    that all ranks must reach lies between the two histories."""
+    """S7 at the seal: in program order, every access of the early buffer of a pair comes before every access of the late one,
+    and a step that all ranks must reach lies between the two histories."""
     order = [step.name for step in program.steps]
     cell = sheet.cell("S7")
     for pair in schedule.pairs:
@@ -192,8 +195,7 @@ def clocks(logs: Sequence[Sequence[Event]]) -> list[list[list[int]]]:
 
 def _join(into: list[int], other: list[int]) -> None:
     for i, value in enumerate(other):
-        if value > into[i]:
-            into[i] = value
+        into[i] = max(into[i], value)
 
 
 def _meetings(logs: Sequence[Sequence[Event]]) -> Iterable[set[str]]:

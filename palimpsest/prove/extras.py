@@ -1,5 +1,5 @@
-"""What one rank does beside the cases' own gates: the event log (S7), another process's view of its memory (S9, S10), oracle B and its power (O3, O5), tie
-density, the capacity law (A5), replays of their own, and who this rank is (L4).
+"""What one rank does beside the cases' own gates: the event log (S7), another process's view of its memory (S9, S10), oracle B
+and its power (O3, O5), tie density, the capacity law (A5), replays of their own, and who this rank is (L4).
 """
 
 import os
@@ -28,9 +28,12 @@ Key = tuple[str, str, int]
 
 
 def checkpoint_digest(setup: Setup) -> str:
-    """One digest of what a checkpoint says it holds: config, tensor table, sizes of the files. The bytes themselves are digested by the parent."""
+    """One digest of what a checkpoint says it holds: config, tensor table, sizes of the files. The bytes themselves are
+    digested by the parent."""
     root = setup.checkpoint.root
-    tensors = {name: [ref.file, ref.dtype, list(ref.shape), ref.begin, ref.nbytes] for name, ref in setup.checkpoint.tensors.items()}
+    tensors = {
+        name: [ref.file, ref.dtype, list(ref.shape), ref.begin, ref.nbytes] for name, ref in setup.checkpoint.tensors.items()
+    }
     sizes = {name: (root / name).stat().st_size for name in sorted({ref.file for ref in setup.checkpoint.tensors.values()})}
     return digest([file_digest(root / "config.json"), tensors, sizes])
 
@@ -56,7 +59,8 @@ class Extras:
         self.identity = identity(setup)
 
     def agree(self) -> None:
-        """Before the first case: every rank has the same source, plans, cases and checkpoint. Raises RankError naming one that differs."""
+        """Before the first case: every rank has the same source, plans, cases and checkpoint. Raises RankError naming one that
+        differs."""
         for name, value in self.identity.items():
             self.comm.agree(f"same {name}", value)
 
@@ -95,7 +99,14 @@ class Extras:
         """Keep what the replay logged."""
         name, case, number = key
         self.logs[key] = self.logged[name].take()
-        line = {"case": case, "arrangement": name, "replay": number, "epoch": self._epoch, "rank": self.rank, "events": self.logs[key]}
+        line = {
+            "case": case,
+            "arrangement": name,
+            "replay": number,
+            "epoch": self._epoch,
+            "rank": self.rank,
+            "events": self.logs[key],
+        }
         self.lines.append(line)
         self._epoch += 1
 
@@ -136,8 +147,11 @@ class Extras:
 
     def result(self) -> dict[str, Any]:
         """What the parent needs: event lines, and the rank's facts."""
-        said = {**self.identity, "pid": os.getpid(), "deadline_s": str(getattr(self.comm, "deadline_s", None))}
-        return {"events": self.lines, "extras": {"identity": said, "power": self.power, "density": self.density, "capacity": self.mapped}}
+        said = {**self.identity, "pid": os.getpid(), "deadline_s": str(float(getattr(self.comm, "deadline_s", 0)))}
+        return {
+            "events": self.lines,
+            "extras": {"identity": said, "power": self.power, "density": self.density, "capacity": self.mapped},
+        }
 
 
 def _add(into: dict[str, int], more: dict[str, int]) -> None:

@@ -1,10 +1,12 @@
 """Bring your own kernel: name it, load it, say which gates judge it.
 
-A kernel is named ``OP=module:function`` and has one of two forms, told apart by its parameter names: the op's own contract, ``f(call, chunk)``, or for some
-ops a plain function of tensors (``foreign_form.py`` wraps it). Its code is imported only when it is named, in this process and in every rank.
+A kernel is named ``OP=module:function`` and has one of two forms, told apart by its parameter names: the op's own contract,
+``f(call, chunk)``, or for some ops a plain function of tensors (``foreign_form.py`` wraps it). Its code is imported only when
+it is named, in this process and in every rank.
 
-Nothing a foreign kernel says about itself is believed: its taps are cut off, and gates that need our own kernel's scores give way to gates that need the
-persistent bytes only. ``RULES`` is that exchange, op by op; ``verify_table.py`` holds it a second time.
+Nothing a foreign kernel says about itself is believed: its taps are cut off, and gates that need our own kernel's scores give
+way to gates that need the persistent bytes only. ``RULES`` is that exchange, op by op; ``verify_table.py`` holds it a second
+time.
 """
 
 import hashlib
@@ -42,25 +44,43 @@ class Rule:
 _BYTES = Rule((), (), ("B1",), "what it writes must be the engine's bytes on the same operands")
 RULES: dict[str, Rule] = {
     "index_select": Rule(
-        ("keys", "scales", "query", "weights", "visible", "topk"), ("K2", "K3", "K5"), ("K7",),
+        ("keys", "scales", "query", "weights", "visible", "topk"),
+        ("K2", "K3", "K5"),
+        ("K7",),
         "its scores are unknown: every row's set is judged by exact scores of the persistent bytes",
     ),
     "sparse_attend": Rule(
-        ("query", "records", "ids", "counts", "scale"), ("O3", "O5"), (),
+        ("query", "records", "ids", "counts", "scale"),
+        ("O3", "O5"),
+        (),
         "its order and rounding are unknown: the output must lie in the bound of the arithmetic foreign-32",
     ),
-} | {op: _BYTES for op in OPS if op not in ("index_select", "sparse_attend", "barrier")}  # fmt: skip
+} | {op: _BYTES for op in OPS if op not in ("index_select", "sparse_attend", "barrier")}
 
 #: gates that exist for foreign kernels only
 FOREIGN_GATES = frozenset(gate for rule in RULES.values() for gate in rule.extra)
 
-#: what a foreign attention must keep: fp32 dots and sums in any order, every probability within one bf16 rounding (exponential and rescaling
+#: what a foreign attention must keep: fp32 dots and sums in any order, every probability within one bf16 rounding (exponential
+#: and rescaling
 #: included), one fp32 division, an fp32 result
 FOREIGN_32 = Arithmetic(
-    name="foreign-32", index_dot_u=PORTABLE_1.index_dot_u, head_u=PORTABLE_1.head_u, score_u=PORTABLE_1.score_u, logit_dot_u=U32, logit_u=2 * U32,
-    sub_u=2 * U32, exp_eps=0.0, p_u=U_BF16, sum_u=U32, block=0, online=False, sum_rounded_p=True, div_u=2 * U32, out_u=0.0,
+    name="foreign-32",
+    index_dot_u=PORTABLE_1.index_dot_u,
+    head_u=PORTABLE_1.head_u,
+    score_u=PORTABLE_1.score_u,
+    logit_dot_u=U32,
+    logit_u=2 * U32,
+    sub_u=2 * U32,
+    exp_eps=0.0,
+    p_u=U_BF16,
+    sum_u=U32,
+    block=0,
+    online=False,
+    sum_rounded_p=True,
+    div_u=2 * U32,
+    out_u=0.0,
     provenance="the contract of docs/own-kernel.md, in unit roundoffs of fp32 and bf16",
-)  # fmt: skip
+)
 
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -79,11 +99,20 @@ class Foreign:
     def facts(self, steps: Iterable[str]) -> dict[str, Any]:
         """For record.json: what ran, and which gates judged it."""
         rule = RULES[self.op]
-        kept = "" if self.form == "contract" else "; A3 does not look into its step, because a function of tensors returns new ones"
+        kept = (
+            "" if self.form == "contract" else "; A3 does not look into its step, because a function of tensors returns new ones"
+        )
         return {
-            "op": self.op, "name": self.name, "form": self.form, "file": self.file, "sha256": self.sha256, "steps": list(steps),
-            "gates_without": list(rule.without), "gates_extra": list(rule.extra), "because": rule.because + kept,
-        }  # fmt: skip
+            "op": self.op,
+            "name": self.name,
+            "form": self.form,
+            "file": self.file,
+            "sha256": self.sha256,
+            "steps": list(steps),
+            "gates_without": list(rule.without),
+            "gates_extra": list(rule.extra),
+            "because": rule.because + kept,
+        }
 
 
 def parse(words: Iterable[str]) -> dict[str, str]:
@@ -94,7 +123,9 @@ def parse(words: Iterable[str]) -> dict[str, str]:
         if not equals or not _NAME.fullmatch(name):
             raise BadConfig(f"--kernel {word!r}: OP=module:function is wanted, like index_select=mypackage.mymodule:select")
         if op == "barrier":
-            raise BadConfig("--kernel barrier: the meeting of the ranks writes no bytes a gate could judge, so it cannot be qualified")
+            raise BadConfig(
+                "--kernel barrier: the meeting of the ranks writes no bytes a gate could judge, so it cannot be qualified"
+            )
         if op not in RULES:
             raise UnknownName("op", op, list(RULES))
         if op in found:
@@ -109,14 +140,18 @@ def load_all(kernels: Mapping[str, str]) -> dict[str, Foreign]:
 
 
 def load(op: str, name: str) -> Foreign:
-    """Import one kernel and tell its form. Raises BadConfig for what cannot be imported, is no function, or has another signature."""
+    """Import one kernel and tell its form. Raises BadConfig for what cannot be imported, is no function, or has another
+    signature.
+    """
     module_name, _, attribute = name.partition(":")
     where = f"--kernel {op}={name}"
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # noqa: BLE001 # boundary: foreign code may raise anything while it is imported
+    except Exception as error:  # boundary: foreign code may raise anything while it is imported
         text = (str(error).splitlines() or [""])[0]
-        raise BadConfig(f"{where}: importing {module_name} failed with {type(error).__name__}: {text}; run from the folder that holds it") from error
+        raise BadConfig(
+            f"{where}: importing {module_name} failed with {type(error).__name__}: {text}; run from the folder that holds it"
+        ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise BadConfig(f"{where}: {module_name} has no function {attribute}")
@@ -131,7 +166,11 @@ def _form(op: str, function: Callable[..., Any], where: str) -> str:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise BadConfig(f"{where}: its parameters cannot be read; wrap it in a Python function") from None
-    needed = tuple(p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    needed = tuple(
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    )
     plain = RULES[op].plain
     if needed == CONTRACT_FORM:
         return "contract"

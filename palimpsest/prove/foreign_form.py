@@ -1,9 +1,10 @@
-"""Wrap a foreign kernel as an implementation of its op: plain functions of tensors, taps cut off, bytes compared with the engine's.
+"""Wrap a foreign kernel as an implementation of its op: plain functions of tensors, taps cut off, bytes compared with the
+engine's.
 
 An implementation made here runs in the same step, on the same planned bytes, as the one it replaces.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ TWIN = "twin"
 
 def implementation(foreign: Foreign, engine: Implementation) -> Implementation:
     """``run(call, chunk)`` of a foreign kernel; ``engine`` is the implementation it replaces."""
-    run = _PLAIN[foreign.op](foreign) if foreign.form == "plain" else _silent(foreign)
+    run: Implementation = _PLAIN[foreign.op](foreign) if foreign.form == "plain" else _silent(foreign)
     return Compared(foreign.op, run, engine) if "B1" in RULES[foreign.op].extra else run
 
 
@@ -53,7 +54,11 @@ class _Select:
         stored = call.params["format"] == "fp8"
         scales = call.view("index_history", "scales")[:seen] if stored else torch.ones(seen)
         visible = torch.arange(chunk.history + first + 1, seen + 1)
-        keys, query, weights = call.view("index_history", "keys")[:seen], call.view("index_query")[:n], call.view("head_weights")[:n]
+        keys, query, weights = (
+            call.view("index_history", "keys")[:seen],
+            call.view("index_query")[:n],
+            call.view("head_weights")[:n],
+        )
         given = self.foreign.function(keys, scales, query, weights, visible, topk)
         ids = _ids(given, n, topk, self.foreign)
         out[:n] = torch.from_numpy(ids)
@@ -62,10 +67,14 @@ class _Select:
 
 
 def _ids(given: Any, rows: int, topk: int, foreign: Foreign) -> np.ndarray:
-    """What a plain selector returned as int32 [rows, topk], ascending with -1 last; ids are otherwise left as they are, right or wrong."""
+    """What a plain selector returned as int32 [rows, topk], ascending with -1 last; ids are otherwise left as they are, right
+    or wrong.
+    """
     array = given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
     if array.ndim != 2 or len(array) != rows or array.shape[1] > topk or array.dtype.kind not in "iu":
-        raise BadConfig(f"{foreign.name} returned {list(array.shape)} {array.dtype}; integers [{rows}, at most {topk}] are wanted")
+        raise BadConfig(
+            f"{foreign.name} returned {list(array.shape)} {array.dtype}; integers [{rows}, at most {topk}] are wanted"
+        )
     wide = np.full((rows, topk), -1, np.int64)
     wide[:, : array.shape[1]] = np.clip(array.astype(np.int64), -(1 << 31), (1 << 31) - 1)
     last = np.where(wide == -1, np.iinfo(np.int64).max, wide)
@@ -113,7 +122,7 @@ def decode(raw: torch.Tensor, params: Mapping[str, Any]) -> torch.Tensor:
     return raw.contiguous().view({"bf16": torch.bfloat16, "fp32": torch.float32}[kind]).float()
 
 
-_PLAIN = {"index_select": _Select, "sparse_attend": _Attend}
+_PLAIN: dict[str, Callable[[Foreign], Implementation]] = {"index_select": _Select, "sparse_attend": _Attend}
 
 
 @dataclass(frozen=True)
@@ -134,11 +143,17 @@ class Compared:
             scratch = torch.empty_like(call.scratch.raw)
         self.run(call, chunk)
         with _disable_current_modes():
-            views = {role: _moved(call, role, private[role]) if role in private else planes for role, planes in call.views.items()}
+            views = {
+                role: _moved(call, role, private[role]) if role in private else planes for role, planes in call.views.items()
+            }
             self.engine(replace(call, views=views, raws={**call.raws, **private}, scratch=Scratch(scratch), tap=no_tap), chunk)
             bad = [role for role in roles if not torch.equal(private[role], call.raws[role])]
             first = int(torch.nonzero(private[bad[0]] != call.raws[bad[0]])[0]) if bad else 0
-            said = f"byte {first} of {bad[0]} is {int(call.raws[bad[0]][first])}, the engine writes {int(private[bad[0]][first])}" if bad else ""
+            said = (
+                f"byte {first} of {bad[0]} is {int(call.raws[bad[0]][first])}, the engine writes {int(private[bad[0]][first])}"
+                if bad
+                else ""
+            )
             call.tap(TWIN, bad=said, nbytes=sum(raw.numel() for raw in private.values()))
 
 

@@ -1,4 +1,5 @@
-"""Gates O3 and O5 of one replay: the attention output lies in the enclosure of oracle B, and what both oracles would betray is counted.
+"""Gates O3 and O5 of one replay: the attention output lies in the enclosure of oracle B, and what both oracles would betray is
+counted.
 
 Each rank takes the audited rows of its own slice, with all of its local heads, in the aliased arrangement.
 """
@@ -46,7 +47,7 @@ def _row(sheet: Sheet, o: Observation, f: OutputFacts, row: int, ids: np.ndarray
     context = o.copies["context"][row].view("<f4").reshape(f.heads, f.layout.kv_lora)
     enclosure = enclose(records, query, f.layout, softmax_scale=f.softmax_scale, model=f.model)
     inside = check_inside(context, enclosure)
-    text = f"{where} row {row}: {inside.faults} of {inside.checked} coordinates outside the enclosure, the first at (head, feature) {inside.first}"
+    text = f"{where} row {row}: {inside.faults} of {inside.checked} coordinates outside the enclosure, first {inside.first}"
     sheet.cell("O3").check(not inside.faults, inside.checked, text, records.nbytes)
     rest = np.setdiff1d(o.latent_ids, ids)
     rng = generator(seed, "substitutions", row, len(ids))

@@ -203,7 +203,7 @@ class Judge:
         fault = _side_fault(picked, found, allowed, cutoff)
         cell.check(not fault, n, f"{where}: {fault}", n * (f.dim + 4))
 
-    def _count_lattice(self, row: int, picked: NDArray[np.int32], ranked: NDArray[np.float32]) -> None:
+    def _count_lattice(self, row: int, picked: NDArray[np.int32], ranked: NDArray[np.floating]) -> None:
         """Ties, all-zero rows and planted records of one lattice row, for K6 and V3."""
         n, c = len(ranked), self.counters
         if not np.isfinite(ranked).all():

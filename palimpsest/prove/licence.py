@@ -1,8 +1,9 @@
 """Gate V4: the self-test that licenses this qualifier, found by the digest of the running source.
 
-A kill matrix is JSON: ``{"schema": "qualify.kill_matrix/v1", "verdict": "PASS", "package_digest": ..., "engine": ..., "mutants": [...], ...}``. It licenses a
-run when its verdict is PASS and its package digest is that of the source that runs now. Without one the run says that it is not licensed on this
-machine; it does not fail for it, because the self-test has to be run by somebody first.
+A kill matrix is JSON: ``{"schema": "qualify.kill_matrix/v1", "verdict": "PASS", "package_digest": ..., "engine": ...,
+"mutants": [...], ...}``. It licenses a run when its verdict is PASS and its package digest is that of the source that runs now.
+Without one the run says that it is not licensed on this machine; it does not fail for it, because the self-test has to be run
+by somebody first.
 """
 
 import hashlib
@@ -35,7 +36,8 @@ def read(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def find(named: Path | None, cache: Path | None) -> bytes | None:
-    """Bytes of the matrix to judge: the named file, else the one in the cache folder, else none. Raises BadConfig for a bad named file."""
+    """Bytes of the matrix to judge: the named file, else the one in the cache folder, else none. Raises BadConfig for a bad
+    named file."""
     if named is not None:
         return read(named)[1]
     path = cache / FILE if cache is not None else None
@@ -50,7 +52,12 @@ def licensed(raw: bytes | None, package_digest: str) -> bool:
         tree = json.loads(raw)
     except ValueError:
         return False
-    return isinstance(tree, dict) and tree.get("schema") == SCHEMA and tree.get("verdict") == "PASS" and tree.get("package_digest") == package_digest
+    return (
+        isinstance(tree, dict)
+        and tree.get("schema") == SCHEMA
+        and tree.get("verdict") == "PASS"
+        and tree.get("package_digest") == package_digest
+    )
 
 
 @dataclass(frozen=True)

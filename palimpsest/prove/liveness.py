@@ -1,7 +1,8 @@
-"""Gates L1-L4: what the parent saw of real ranks. A failed run never reaches these cells; it is published as ERROR with the rank and phase.
+"""Gates L1-L4: what the parent saw of real ranks. A failed run never reaches these cells; it is published as ERROR with the
+rank and phase.
 
-L1 every rank's end was noticed and was a result; L2 every rank's calls had the deadline; L3 nothing of the run is left; L4 the ranks were distinct
-processes with one source, plan and checkpoint, agreed before the first case.
+L1 every rank's end was noticed and was a result; L2 every rank's calls had the deadline; L3 nothing of the run is left; L4 the
+ranks were distinct processes with one source, plan and checkpoint, agreed before the first case.
 """
 
 import os
@@ -60,10 +61,13 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def cells(ended: list[Any], stated: list[Mapping[str, Any]], wanted: Mapping[str, Any], *, deadline_s: float, left: list[str]) -> list[dict[str, object]]:
+def cells(
+    ended: list[Any], stated: list[Mapping[str, Any]], wanted: Mapping[str, Any], *, deadline_s: float, left: list[str]
+) -> list[dict[str, object]]:
     """The flag lines of L1-L4, one unit a rank each.
 
-    ended: RankExit of every rank; stated: what each rank said of itself; wanted: what the parent derives; left: from ``left_behind``
+    ended: RankExit of every rank; stated: what each rank said of itself; wanted: what the parent derives; left: from
+    ``left_behind``
     """
     flags: list[dict[str, object]] = []
     pids = [exit_.pid for exit_ in ended]
@@ -72,11 +76,19 @@ def cells(ended: list[Any], stated: list[Mapping[str, Any]], wanted: Mapping[str
         for gate in GATES_L:
             sheet.expect(gate, 1)
         sheet.cell("L1").check(exit_.rank == rank and exit_.pid > 0, 1, f"rank {rank}'s end was reported as rank {exit_.rank}'s")
-        sheet.cell("L2").check(said["deadline_s"] == str(deadline_s), 1, f"rank {rank} ran with deadline {said['deadline_s']} s, {deadline_s} s wanted")
+        sheet.cell("L2").check(
+            said["deadline_s"] == str(deadline_s),
+            1,
+            f"rank {rank} ran with deadline {said['deadline_s']} s, {deadline_s} s wanted",
+        )
         sheet.cell("L3").check(not left, 1, left[0] if left else "")
         different = [name for name in IDENTITY[1:] if said[name] != wanted[name]]
         own = said["pid"] == exit_.pid and pids.count(exit_.pid) == 1
-        text = f"rank {rank} has another {different[0]} than the parent" if different else f"rank {rank} says it is process {said['pid']}, it was {exit_.pid}"
+        text = (
+            f"rank {rank} has another {different[0]} than the parent"
+            if different
+            else f"rank {rank} says it is process {said['pid']}, it was {exit_.pid}"
+        )
         sheet.cell("L4").check(own and not different, 1, text)
         flags += sheet.close()
     return flags

@@ -1,10 +1,10 @@
 """Gate S7, the phase lock: the two histories seen through mappings of their own, each closed while the other may be used.
 
-The same pages are mapped twice more. The index views go through one mapping, the latent views through the other. From the start of a replay
-until the latent gather the latent mapping is closed (``PROT_NONE``); from the selection barrier on the index mapping is. A late or early access then
-ends the rank with SIGSEGV at the instruction that made it. A handler notes the address before the rank dies, so that the parent names the view, the
-phase and the rank. Whole mappings are closed, which holds for any number of tokens; a lock on one address range alone would need histories
-of whole pages (tokens in multiples of 1,024).
+The same pages are mapped twice more. The index views go through one mapping, the latent views through the other. From the start
+of a replay until the latent gather the latent mapping is closed (``PROT_NONE``); from the selection barrier on the index
+mapping is. A late or early access then ends the rank with SIGSEGV at the instruction that made it. A handler notes the address
+before the rank dies, so that the parent names the view, the phase and the rank. Whole mappings are closed, which holds for any
+number of tokens; a lock on one address range alone would need histories of whole pages (tokens in multiples of 1,024).
 """
 
 import ctypes
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
 
 from palimpsest.core.spec import Step
 from palimpsest.kernels.call import Call, Chunk
@@ -125,7 +124,8 @@ def _closed(address: int) -> bool:
 
 
 class FaultNote:
-    """While it is open, a SIGSEGV of this process writes ``view`` (or ``elsewhere``) into ``path`` before the process dies as it would have.
+    """While it is open, a SIGSEGV of this process writes ``view`` (or ``elsewhere``) into ``path`` before the process dies as
+    it would have.
 
     The former action of the signal stays: it is put back, and the access faults again.
     """
@@ -167,5 +167,3 @@ def explain_fault(folder: Path, rank: int) -> str:
         return ""
     view = path.read_text(errors="replace")[:64]
     return f"it touched {view} while the phase lock held it closed" if view else ""
-
-

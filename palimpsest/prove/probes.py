@@ -1,10 +1,11 @@
 """Gate O4: inputs for which the attention output follows bit for bit from the ids alone.
 
-Every token's latent record holds the values +1 and -1, drawn from its id. P0: the query is zero, so every probability is exactly 1 and a coordinate
-is (sum of signs) / n. P1: the query is a power of two on one coordinate, so that the logits of one class of ids lie at least 2**10 below the
-others', their probabilities are exactly 0, and a coordinate is the mean over the other class; the class is the id's parity (P1), or whether the id
-lies before the alias end (P2). Sums are integers below 2**24 and so exact in any order, block or format; the one division is rounded once,
-or is a product with the rounded reciprocal: at most two candidates. A coordinate is a fingerprint of all records that were really read.
+Every token's latent record holds the values +1 and -1, drawn from its id. P0: the query is zero, so every probability is
+exactly 1 and a coordinate is (sum of signs) / n. P1: the query is a power of two on one coordinate, so that the logits of one
+class of ids lie at least 2**10 below the others', their probabilities are exactly 0, and a coordinate is the mean over the
+other class; the class is the id's parity (P1), or whether the id lies before the alias end (P2). Sums are integers below 2**24
+and so exact in any order, block or format; the one division is rounded once, or is a product with the rounded reciprocal: at
+most two candidates. A coordinate is a fingerprint of all records that were really read.
 """
 
 import math
@@ -25,7 +26,8 @@ KINDS = ("P0", "P1", "P2")
 
 @dataclass(frozen=True)
 class Probe:
-    """seed: of the signs; layout: of a latent record; alias_end: first id past the index history's bytes; softmax_scale: of the layer."""
+    """seed: of the signs; layout: of a latent record; alias_end: first id past the index history's bytes; softmax_scale: of the
+    layer."""
 
     seed: int
     layout: LatentFormat

@@ -91,10 +91,10 @@ def qualify(request: Request, progress: Progress | None = None) -> Outcome:
         folder = stack.enter_context(EvidenceFolder(request.evidence, new_run_id()))
         log = folder.work / "log.txt"
         failure: RankError | None = None
-        before = _Before(liveness.children(), liveness.open_things(), identity(setup))
+        before = Before.now(setup)
         results: list[Any] = []
         try:
-            results = _results(setup, _run(setup, log, progress), before)
+            results = gather(setup, _run(setup, log, progress), before)
         except RankError as error:
             if error.exit_code != 1:
                 raise  # a rank found the input wrong: nothing was proved or disproved
@@ -156,15 +156,19 @@ def licence_of(request: Request, package_digest: str) -> Licence | None:
 
 
 @dataclass(frozen=True)
-class _Before:
+class Before:
     """What there was when the ranks were started: the parent's children, its sockets and memory files, and who every rank must be."""
 
     children: set[int]
     things: set[str]
     identity: dict[str, str]
 
+    @classmethod
+    def now(cls, setup: Setup) -> "Before":
+        return cls(liveness.children(), liveness.open_things(), identity(setup))
 
-def _results(setup: Setup, ended: "list[RankExit]", before: "_Before") -> list[Any]:
+
+def gather(setup: Setup, ended: "list[RankExit]", before: "Before") -> list[Any]:
     """What the ranks returned, with the parent's own cells (L1-L4) beside theirs."""
     results = [rank.value for rank in ended]
     left = liveness.left_behind((before.children, before.things), [rank.pid for rank in ended], Path(setup.job.workdir))

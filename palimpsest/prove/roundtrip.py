@@ -1,8 +1,8 @@
 """Gates S9 and S10: views keep their identity in another process, and what must be apart from reusable bytes is.
 
-The views' metadata goes through JSON to a fresh process that maps the arenas itself (``view_worker.py``); what it built must be the same arenas,
-offsets, shapes, strides and dtypes, and bytes written through one view of a pair must appear in the other. A copy that turns shared bytes into two
-allocations fails.
+The views' metadata goes through JSON to a fresh process that maps the arenas itself (``view_worker.py``); what it built must be
+the same arenas, offsets, shapes, strides and dtypes, and bytes written through one view of a pair must appear in the other. A
+copy that turns shared bytes into two allocations fails.
 """
 
 import json
@@ -25,7 +25,8 @@ Tree = dict[str, Any]
 
 
 def describe(arena: Arena) -> Tree:
-    """Every view as metadata: arena name, offset, planes with dtype, shape and byte strides; and where each sharing pair overlaps."""
+    """Every view as metadata: arena name, offset, planes with dtype, shape and byte strides; and where each sharing pair
+    overlaps."""
     views: Tree = {}
     for place in (p for p in arena.plan.places if p.nbytes):
         buffer, planes = arena.program.by_name[place.buffer], []
@@ -47,10 +48,15 @@ def ask(asked: Tree) -> Tree:
     worker = Path(__file__).with_name("view_worker.py")
     fds = [arena["fd"] for arena in asked["arenas"].values()]
     done = subprocess.run(
-        [sys.executable, "-I", "-S", str(worker)], input=json.dumps(asked), capture_output=True, text=True, timeout=_WORKER_S, pass_fds=fds, check=False,
+        [sys.executable, "-I", "-S", str(worker)], input=json.dumps(asked),
+        capture_output=True, text=True, timeout=_WORKER_S, pass_fds=fds, check=False,
     )  # fmt: skip
     if done.returncode:
-        raise RankError(f"the worker that rebuilds the views ended with code {done.returncode}: {done.stderr.strip()[-200:]}", rank=0, phase="seal")
+        raise RankError(
+            f"the worker that rebuilds the views ended with code {done.returncode}: {done.stderr.strip()[-200:]}",
+            rank=0,
+            phase="seal",
+        )
     answer: Tree = json.loads(done.stdout)
     return answer
 
@@ -73,11 +79,17 @@ def compare(sheet: Sheet, arena: Arena, answer: Tree, arrangement: str) -> None:
 def independence(sheet: Sheet, arena: Arena, arrangement: str) -> None:
     """S10: no byte of staging, tables or signals lies in reusable or persistent memory, by addresses and by files."""
     cell = sheet.cell("S10")
-    taken = {kind: (s.window.address, s.window.address + s.mapped, s.inode) for kind, s in arena.segments.items() if kind in ("reusable", "persistent")}
+    taken = {
+        kind: (s.window.address, s.window.address + s.mapped, s.inode)
+        for kind, s in arena.segments.items()
+        if kind in ("reusable", "persistent")
+    }
     for place in arena.plan.places:
         if place.kind not in APART or not place.nbytes:
             continue
         start = arena.raw(place.buffer).data_ptr()
         stop, inode = start + place.nbytes, arena.segments[place.kind].inode
         hit = [kind for kind, (first, end, other) in taken.items() if inode == other or (start < end and first < stop)]
-        cell.check(not hit, 1, f"{arrangement}: {place.buffer} ({place.kind}) lies in {hit[0] if hit else ''} memory", place.nbytes)
+        cell.check(
+            not hit, 1, f"{arrangement}: {place.buffer} ({place.kind}) lies in {hit[0] if hit else ''} memory", place.nbytes
+        )

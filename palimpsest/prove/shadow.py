@@ -1,9 +1,10 @@
 """Gate S8: every byte a step reads was written in this epoch by the step that declares to write it.
 
-A shadow holds, for every 4 bytes of the reusable segment, the step that wrote them and the epoch. Who wrote is seen, not believed: before a
-step overwrites a buffer its whole extent is filled with words that no result can contain (NaN of a tag, ids far out of range), and what is still
-such a word afterwards was not written. Words of an earlier epoch or of the other owner of shared bytes keep their old mark and fail the reader.
-Runs in replays of its own, because it fills bytes that a case poisons otherwise.
+A shadow holds, for every 4 bytes of the reusable segment, the step that wrote them and the epoch. Who wrote is seen, not
+believed: before a step overwrites a buffer its whole extent is filled with words that no result can contain (NaN of a tag, ids
+far out of range), and what is still such a word afterwards was not written. Words of an earlier epoch or of the other owner of
+shared bytes keep their old mark and fail the reader. Runs in replays of its own, because it fills bytes that a case poisons
+otherwise.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from palimpsest.run.arena import Arena
 WORD = 4
 #: dtype -> a word of which no finite result, visible id or count can be made
 _UNWRITTEN = {
-    "e4m3": 0x7F7F7F7F, "u8": 0x7F7F7F7F, "fp32": 0x7FC0DEAD, "bf16": 0x7FDE7FDE, "fp16": 0x7EDE7EDE, "i32": 0x7F0000A5, "i64": 0x7F0000A5,
+    "e4m3": 0x7F7F7F7F, "u8": 0x7F7F7F7F, "fp32": 0x7FC0DEAD, "bf16": 0x7FDE7FDE, "fp16": 0x7EDE7EDE,
+    "i32": 0x7F0000A5, "i64": 0x7F0000A5,
     "fp64": 0x7FF8C0DE,
 }  # fmt: skip
 #: latent format -> dtype whose word fills a record
@@ -117,7 +119,8 @@ class Shadow:
             if len(bad):
                 at = int(bad[0])
                 self.faults.append(
-                    f"step {step.name} ({step.phase}) reads bytes {at * WORD}..{at * WORD + 3} of {plane.name} of {name}, {self._shown(int(marks[at]))}"
+                    f"step {step.name} ({step.phase}) reads bytes {at * WORD}..{at * WORD + 3} of {plane.name} of {name}, "
+                    f"{self._shown(int(marks[at]))}"
                 )
                 return
 

@@ -1,8 +1,9 @@
-"""Gate S7 once more, from ``events.jsonl`` and the record alone: the order of events, vector clocks, and what they prove. Standard library only.
+"""Gate S7 once more, from ``events.jsonl`` and the record alone: the order of events, vector clocks, and what they prove.
+Standard library only.
 
-Written apart from the qualifier's own evaluation: here every event gets the set of the last events of each rank that happened before it, by working
-through the ranks' lines until none can go on. A log that lacks a line, or that no execution can have produced, is refused; an order that does not hold
-must be in a cell that did not pass.
+Written apart from the qualifier's own evaluation: here every event gets the set of the last events of each rank that happened
+before it, by working through the ranks' lines until none can go on. A log that lacks a line, or that no execution can have
+produced, is refused; an order that does not hold must be in a cell that did not pass.
 """
 
 from collections import defaultdict, deque
@@ -37,7 +38,10 @@ def check_events(lines: list[dict[str, Any]], record: dict[str, Any], cells: Cel
         _require(len(logs) == ranks, f"events.jsonl has {len(logs)} of {ranks} ranks for {key}")
         for rank, fault in _faults([logs[r] for r in range(ranks)], record, key[1]):
             verdict = cells[key[0], rank, "S7"]["verdict"]
-            _require(verdict != "PASS", f"events.jsonl: {key[0]} {key[1]} replay {key[2]}: {fault}, yet the S7 cell of rank {rank} passed")
+            _require(
+                verdict != "PASS",
+                f"events.jsonl: {key[0]} {key[1]} replay {key[2]}: {fault}, yet the S7 cell of rank {rank} passed",
+            )
     return total
 
 
@@ -47,9 +51,13 @@ def _check_shape(events: Any, ranks: int, where: str) -> None:
         good = isinstance(event, list) and event and event[0] in _KINDS and len(event) == _KINDS[event[0]]
         _require(bool(good) and all(isinstance(word, str) for word in event[:3]), f"{where}: {str(event)[:60]} is no event")
         for numbers in event[3:]:
-            _require(isinstance(numbers, list) and all(type(n) is int for n in numbers), f"{where}: {str(event)[:60]} is no event")
+            _require(
+                isinstance(numbers, list) and all(type(n) is int for n in numbers), f"{where}: {str(event)[:60]} is no event"
+            )
         if event[0] == "exchange":
-            _require(all(0 <= n < ranks for n in event[3] + event[4]), f"{where}: {str(event)[:60]} names a rank that does not exist")
+            _require(
+                all(0 <= n < ranks for n in event[3] + event[4]), f"{where}: {str(event)[:60]} names a rank that does not exist"
+            )
 
 
 def _faults(logs: list[list[Any]], record: dict[str, Any], arrangement: str) -> list[tuple[int, str]]:
@@ -121,7 +129,10 @@ def _order(logs: list[list[Any]]) -> list[list[list[int]]]:
         if not progress:
             names = {logs[rank][len(done[rank])][2] for rank in left if logs[rank][len(done[rank])][0] == "meet"}
             waiting = all(logs[rank][len(done[rank])][0] == "meet" for rank in left)
-            _require(len(left) == size and waiting and len(names) == 1, f"events.jsonl: rank {left[0]} waits for something that no rank did")
+            _require(
+                len(left) == size and waiting and len(names) == 1,
+                f"events.jsonl: rank {left[0]} waits for something that no rank did",
+            )
             joint = [max(column) for column in zip(*now, strict=True)]
             for rank in left:
                 now[rank] = list(joint)

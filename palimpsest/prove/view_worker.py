@@ -1,8 +1,10 @@
-"""The other side of gate S9: a fresh process that knows nothing but a JSON description and some file descriptors. Standard library only.
+"""The other side of gate S9: a fresh process that knows nothing but a JSON description and some file descriptors. Standard
+library only.
 
-Run as a file with ``python -I -S``. It reads one JSON object on stdin, maps each arena once, builds every view from its metadata, and answers on
-stdout with what it built: the arena each view lies in, where, its shape and strides, and which views share bytes by their real addresses. For a
-pair that shares bytes it also writes through one view and reads through the other, and puts the bytes back.
+Run as a file with ``python -I -S``. It reads one JSON object on stdin, maps each arena once, builds every view from its
+metadata, and answers on stdout with what it built: the arena each view lies in, where, its shape and strides, and which views
+share bytes by their real addresses. For a pair that shares bytes it also writes through one view and reads through the other,
+and puts the bytes back.
 """
 
 import json
@@ -37,11 +39,21 @@ def main() -> int:
             flat = memory[at : at + count]
             shaped = flat.cast(_CODES[plane["itemsize"]], plane["shape"]) if count else flat
             planes.append({
-                "name": plane["name"], "dtype": plane["dtype"], "offset": plane["offset"], "shape": list(shaped.shape) if count else plane["shape"],
+                "name": plane["name"], "dtype": plane["dtype"], "offset": plane["offset"],
+                "shape": list(shaped.shape) if count else plane["shape"],
                 "strides": list(shaped.strides) if count else plane["strides"], "itemsize": plane["itemsize"],
             })  # fmt: skip
-        built[name] = {"arena": view["arena"], "inode": bases[view["arena"]]["inode"], "offset": view["offset"], "bytes": len(views[name]), "planes": planes}
-    pairs = [[first, second, _shared(views[first], views[second], first_offset, second_offset)] for first, first_offset, second, second_offset in asked["pairs"]]
+        built[name] = {
+            "arena": view["arena"],
+            "inode": bases[view["arena"]]["inode"],
+            "offset": view["offset"],
+            "bytes": len(views[name]),
+            "planes": planes,
+        }
+    pairs = [
+        [first, second, _shared(views[first], views[second], first_offset, second_offset)]
+        for first, first_offset, second, second_offset in asked["pairs"]
+    ]
     json.dump({"views": built, "pairs": pairs}, sys.stdout)
     return 0
 

@@ -1,7 +1,8 @@
 """A qualification as one HTML file: no network, no script, light and dark, made from the evidence folder at any time.
 
-The folder is read by the independent reader first, and the verdict on the page is the one it derived. Everything in a record may come from strangers: the
-template engine escapes every value, and the page's own policy forbids scripts and requests. jinja2 is the optional extra ``report``.
+The folder is read by the independent reader first, and the verdict on the page is the one it derived. Everything in a record
+may come from strangers: the template engine escapes every value, and the page's own policy forbids scripts and requests. jinja2
+is the optional extra ``report``.
 """
 
 import importlib
@@ -31,7 +32,8 @@ _MARKS = {"PASS": "\u00b7", "INCONCLUSIVE": "?", "FAIL": "F", "ERROR": "E"}
 def write_report(folder: Path, path: Path) -> Path:
     """Write the report of an evidence folder to ``path``, all or nothing; returns the path.
 
-    Raises EvidenceError when the folder does not verify, Unavailable without the ``report`` extra, BadConfig when the target's folder is missing.
+    Raises EvidenceError when the folder does not verify, Unavailable without the ``report`` extra, BadConfig when the target's
+    folder is missing.
     """
     ready(path)
     found = verify(folder)
@@ -52,16 +54,23 @@ def _library() -> Any:
     try:
         return importlib.import_module("jinja2")
     except ModuleNotFoundError:
-        raise Unavailable("the HTML report needs jinja2, which is not installed; pip install 'palimpsest[report]' (or leave out --html)") from None
+        raise Unavailable(
+            "the HTML report needs jinja2, which is not installed; pip install 'palimpsest[report]' (or leave out --html)"
+        ) from None
 
 
 def render(found: Verified, record: Tree, flags: list[Tree], ties: list[Tree], folder: str) -> str:
-    """The page's text, from what the reader found and the values of record.json, flags.jsonl and ties.jsonl; ``folder`` is shown."""
+    """The page's text, from what the reader found and the values of record.json, flags.jsonl and ties.jsonl; ``folder`` is
+    shown.
+    """
     jinja2 = _library()
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("palimpsest.report", "templates"), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        loader=jinja2.PackageLoader("palimpsest.report", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
+    )
     environment.filters |= {"bytes": format_bytes, "count": format_count}
     text: str = environment.get_template("qualify.html.j2").render(_page(found, record, flags, ties, folder))
     return text
@@ -76,12 +85,28 @@ def _page(found: Verified, record: Tree, flags: list[Tree], ties: list[Tree], fo
     gates = [g for g in GATES if any(f["gate"] == g for f in flags)]
     bad = sorted((f for f in flags if f["verdict"] != "PASS"), key=lambda f: -VERDICTS.index(f["verdict"]))
     return {
-        "r": record, "found": found, "headline": headline(record), "folder": folder, "marks": _MARKS,
-        "gates": gates, "about": {g: GATES[g] for g in GATES}, "rows": _rows(record, flags, gates), "tally": _tally(flags),
-        "failures": bad[:MOST_ROWS], "failed": len(bad), "panels": [] if record["failure"] else _panels(record), "legend": _legend(),
-        "allocation": [] if record["failure"] else _allocation(record), "ties": [_tie(line) for line in ties[:MOST_ROWS]], "tie_count": len(ties),
-        "selection": _figures(record["selection"], _SELECTION), "output": _figures(record["output"], _OUTPUT), "measured": _measured(record), "times": _times(record), "most": MOST_ROWS,
-    }  # fmt: skip
+        "r": record,
+        "found": found,
+        "headline": headline(record),
+        "folder": folder,
+        "marks": _MARKS,
+        "gates": gates,
+        "about": {g: GATES[g] for g in GATES},
+        "rows": _rows(record, flags, gates),
+        "tally": _tally(flags),
+        "failures": bad[:MOST_ROWS],
+        "failed": len(bad),
+        "panels": [] if record["failure"] else _panels(record),
+        "legend": _legend(),
+        "allocation": [] if record["failure"] else _allocation(record),
+        "ties": [_tie(line) for line in ties[:MOST_ROWS]],
+        "tie_count": len(ties),
+        "selection": _figures(record["selection"], _SELECTION),
+        "output": _figures(record["output"], _OUTPUT),
+        "measured": _measured(record),
+        "times": _times(record),
+        "most": MOST_ROWS,
+    }
 
 
 def _tally(flags: list[Tree]) -> dict[str, int]:
@@ -118,10 +143,23 @@ def _rows(record: Tree, flags: list[Tree], gates: list[str]) -> list[Tree]:
     made = []
     for case, name in names.items():
         cells = {gate: index.get((case, gate), []) for gate in gates}
-        by_rank = [(rank, [_square([f for f in cells[gate] if f["rank"] == rank], f"{case} rank {rank}") for gate in gates]) for rank in ranks]
+        by_rank = [
+            (rank, [_square([f for f in cells[gate] if f["rank"] == rank], f"{case} rank {rank}") for gate in gates])
+            for rank in ranks
+        ]
         whole = [_square(cells[gate], case) for gate in gates]
         verdict = max((s.verdict for s in whole if s.verdict), key=VERDICTS.index, default="ERROR")
-        made.append({"id": case, "name": name, "whole": whole, "ranks": by_rank, "verdict": verdict, "about": _about(record, case), "open": False})
+        made.append(
+            {
+                "id": case,
+                "name": name,
+                "whole": whole,
+                "ranks": by_rank,
+                "verdict": verdict,
+                "about": _about(record, case),
+                "open": False,
+            }
+        )
     # the first case that did not pass shows its ranks at once
     for row in [row for row in made if row["verdict"] != "PASS"][:1]:
         row["open"] = True
@@ -162,7 +200,16 @@ def _panels(record: Tree) -> list[Tree]:
                 rects.append(_rect(buffer, view, steps, wide, high / top))
         peak = plan["segments"].get("reusable", 0)
         ticks = [(_HEIGHT - _BELOW - high * part / 4, format_bytes(top * part // 4)) for part in range(5)]
-        made.append({"name": name, "said": said, "rects": rects, "peak": peak, "line": _HEIGHT - _BELOW - high * peak / top, "ticks": ticks})
+        made.append(
+            {
+                "name": name,
+                "said": said,
+                "rects": rects,
+                "peak": peak,
+                "line": _HEIGHT - _BELOW - high * peak / top,
+                "ticks": ticks,
+            }
+        )
     names = [(_LEFT + wide * (i + 1) + wide / 2, step) for i, step in enumerate(steps)]
     return [panel | {"width": _WIDTH, "height": _HEIGHT, "left": _LEFT, "steps": names} for panel in made]
 
@@ -175,10 +222,16 @@ def _rect(buffer: str, view: Tree, steps: list[str], wide: float, scale: float) 
     label = f"{buffer} {format_bytes(view['bytes'])}"
     fits = h >= 13 and w >= 6.4 * len(label)
     return {
-        "x": _LEFT + wide * first, "y": _HEIGHT - _BELOW - scale * view["offset"] - h, "w": w, "h": h, "fill": fill, "ink": ink,
-        "label": label if fits else "", "beside": label if buffer in _HISTORIES and not fits else "",
+        "x": _LEFT + wide * first,
+        "y": _HEIGHT - _BELOW - scale * view["offset"] - h,
+        "w": w,
+        "h": h,
+        "fill": fill,
+        "ink": ink,
+        "label": label if fits else "",
+        "beside": label if buffer in _HISTORIES and not fits else "",
         "title": f"{buffer}: {view['bytes']:,} B at offset {view['offset']:,}, alive {_step(steps, first)} to {_step(steps, last)}",
-    }  # fmt: skip
+    }
 
 
 def _step(steps: list[str], number: int) -> str:
@@ -202,26 +255,40 @@ def _tie(line: Tree) -> Tree:
     """A certificate as one row."""
     c = line["certificate"]
     return {
-        "case": line["case"], "replay": line["replay"], "row": c["row"], "rank": c["rank"], "between": " and ".join(line["between"]),
-        "visible": c["visible"], "above": c["above"], "equal": c["equal"], "needed": c["needed"], "ids": len(c["members"]) // 2,
-        "score": f"{c['kth']['mantissa']} \u00b7 2^{c['kth']['exponent']}", "classes": ", ".join(sorted({m["class"] for m in c["members"]})),
-    }  # fmt: skip
+        "case": line["case"],
+        "replay": line["replay"],
+        "row": c["row"],
+        "rank": c["rank"],
+        "between": " and ".join(line["between"]),
+        "visible": c["visible"],
+        "above": c["above"],
+        "equal": c["equal"],
+        "needed": c["needed"],
+        "ids": len(c["members"]) // 2,
+        "score": f"{c['kth']['mantissa']} \u00b7 2^{c['kth']['exponent']}",
+        "classes": ", ".join(sorted({m["class"] for m in c["members"]})),
+    }
 
 
 #: key of record.output -> what a reader calls it
 _OUTPUT = {
-    "tail_rows": "rows equal to the recorded tail, byte for byte", "oracle_coordinates": "coordinates inside the oracle's bound",
+    "tail_rows": "rows equal to the recorded tail, byte for byte",
+    "oracle_coordinates": "coordinates inside the oracle's bound",
     "worst_over_bound": "largest difference over its bound",
-}  # fmt: skip
+}
 
 
 #: the same for record.selection
 _SELECTION = {
-    "rows_compared": "rows compared between the arrangements", "rows_changed": "rows whose ids differ between them", "exact_tie": "ids that differ, proved exact ties",
-    "rounded_tie": "ids that differ, ties of rounded scores", "rows_reordered": "rows where a foreign selector chose other ties than the lowest ids",
-    "rows_selecting": "rows with more tokens than they may select", "exact_scores": "scores checked against exact ones",
+    "rows_compared": "rows compared between the arrangements",
+    "rows_changed": "rows whose ids differ between them",
+    "exact_tie": "ids that differ, proved exact ties",
+    "rounded_tie": "ids that differ, ties of rounded scores",
+    "rows_reordered": "rows where a foreign selector chose other ties than the lowest ids",
+    "rows_selecting": "rows with more tokens than they may select",
+    "exact_scores": "scores checked against exact ones",
     "lattice_rows": "rows whose scores must be exact",
-}  # fmt: skip
+}
 
 
 def _figures(found: Tree, names: Mapping[str, str]) -> list[tuple[str, str]]:

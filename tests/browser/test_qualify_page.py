@@ -1,4 +1,6 @@
-"""The qualification report in Chromium: readable at 1280 px in light and in dark, no request, no script, no escape from a hostile record."""
+"""The qualification report in Chromium: readable at 1280 px in light and in dark, no request, no script, no escape from a
+hostile record.
+"""
 
 import json
 import shutil
@@ -17,8 +19,15 @@ if CHROMIUM is None:
 sync_api = pytest.importorskip("playwright.sync_api", reason="the report in a browser is left out: playwright is not installed")
 pytest.importorskip("jinja2", reason="the report needs the extra: pip install palimpsest[report]")
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync"]  # fmt: skip
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 SIZE = {"width": 1280, "height": 900}
 
 
@@ -46,7 +55,8 @@ def contrast(page: "sync_api.Page", selector: str) -> float:
     return page.evaluate(
         """selector => {
           const light = text => { const c = text.match(/[\\d.]+/g).slice(0, 3).map(v => v / 255)
-              .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2]; };
+              .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * c[0] + 0.7152 * c[1] + 0.0722
+              * c[2]; };
           let at = document.querySelector(selector); const ink = light(getComputedStyle(at).color);
           while (at && /rgba\\(.*, 0\\)/.test(getComputedStyle(at).backgroundColor)) at = at.parentElement;
           const back = light(getComputedStyle(at).backgroundColor);
@@ -64,12 +74,24 @@ def test_the_page_stands_alone_and_reads(browser, tmp_path: Path, look: str) -> 
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZE["width"]
     assert page.text_content("#verdict") == "FAIL"
     headings = page.locator("h2").all_text_contents()
-    for text in ("Claim", "Not claimed", "What did not pass", "Cases, gates, ranks", "Where the bytes were", "Selection and ties", "Measured", "Time"):
+    for text in (
+        "Claim",
+        "Not claimed",
+        "What did not pass",
+        "Cases, gates, ranks",
+        "Where the bytes were",
+        "Selection and ties",
+        "Measured",
+        "Time",
+    ):
         assert any(heading.startswith(text) for heading in headings), text
     for selector in ("#verdict", "h1", ".soft", "#matrix i.PASS", "#matrix i.FAIL", ".figures dt", "th", "svg text.beside"):
         if page.locator(selector).count():
             assert contrast(page, selector) >= 4.5, selector
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == {"light": "rgb(251, 251, 250)", "dark": "rgb(20, 23, 28)"}[look]
+    assert (
+        page.evaluate("getComputedStyle(document.body).backgroundColor")
+        == {"light": "rgb(251, 251, 250)", "dark": "rgb(20, 23, 28)"}[look]
+    )
     page.context.close()
 
 
@@ -89,7 +111,8 @@ def test_the_index_history_stands_on_the_head_of_the_latent_history_in_alias_onl
     page, _, _ = shown(browser, page_of(tmp_path, example()))
     bottoms = page.evaluate(
         """() => Array.from(document.querySelectorAll('svg')).map(svg => Object.fromEntries(Array.from(svg.querySelectorAll('g'))
-          .map(g => [g.querySelector('title').textContent.split(':')[0], g.querySelector('rect').getBoundingClientRect().bottom])))"""
+          .map(g => [g.querySelector('title').textContent.split(':')[0],
+          g.querySelector('rect').getBoundingClientRect().bottom])))"""
     )
     base, alias = bottoms
     assert abs(alias["index_history"] - alias["latent_history"]) < 1
@@ -99,7 +122,9 @@ def test_the_index_history_stands_on_the_head_of_the_latent_history_in_alias_onl
 
 def test_a_hostile_record_runs_nothing(browser, tmp_path: Path) -> None:
     tree = example()
-    hostile = json.loads(json.dumps(tree).replace("tiny-k31", json.dumps(HOSTILE)[1:-1]).replace("a planted failure", json.dumps(HOSTILE)[1:-1]))
+    hostile = json.loads(
+        json.dumps(tree).replace("tiny-k31", json.dumps(HOSTILE)[1:-1]).replace("a planted failure", json.dumps(HOSTILE)[1:-1])
+    )
     page, asked, _ = shown(browser, page_of(tmp_path, hostile))
     assert asked == [page.url]
     assert page.evaluate("document.querySelectorAll('img, script, iframe, a').length") == 0

@@ -23,6 +23,8 @@ def small():
 
 @pytest.fixture(scope="session")
 def compiled(small, tmp_path_factory):
-    """One compiled core on two ranks, made once per session by the real workers (minutes): (folder, digest, checkpoint, store)."""
+    """One compiled core on two ranks, made once per session by the real workers (minutes): (folder, digest, checkpoint,
+    store).
+    """
     warnings.filterwarnings("ignore", category=FutureWarning)
     return small.prepared(tmp_path_factory.mktemp("core"))

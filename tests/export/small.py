@@ -1,4 +1,6 @@
-"""Planned layers of tiny models, cores whose programs are their Python functions, and a byte-for-byte comparison with the eager engine."""
+"""Planned layers of tiny models, cores whose programs are their Python functions, and a byte-for-byte comparison with the
+eager engine.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,14 @@ from palimpsest_loader.manifest import read
 from palimpsest_loader.session import Session
 from palimpsest_loader.weights import Weights
 
-ENVIRONMENT = {"torch": torch.__version__, "machine": "x86_64", "isa": "avx2", "cpu_flags": [], "compiler": "none", "device": "cpu"}
+ENVIRONMENT = {
+    "torch": torch.__version__,
+    "machine": "x86_64",
+    "isa": "avx2",
+    "cpu_flags": [],
+    "compiler": "none",
+    "device": "cpu",
+}
 CHUNKS = ((0, 32), (32, 5), (37, 0), (37, 1), (38, 31), (69, 32), (101, 27))
 
 
@@ -41,7 +50,9 @@ class Planned:
         """The manifest as the loader reads it; programs and files are placeholders."""
         made = {name: manifest.Compiled("0" * 64, "0" * 64, 0) for name in self.built.functions}
         names = [f"weights/rank{rank}.safetensors" for rank in range(self.program.limits.ranks)]
-        files = {name: {"sha256": "0" * 64, "bytes": 0} for name in names} | {manifest.program_file("0" * 64): {"sha256": "0" * 64, "bytes": 0}}
+        files = {name: {"sha256": "0" * 64, "bytes": 0} for name in names} | {
+            manifest.program_file("0" * 64): {"sha256": "0" * 64, "bytes": 0}
+        }
         return read(manifest.encode(manifest.tree(self.program, self.plan, self.built, made, ENVIRONMENT, files, names)))
 
     def calls(self) -> dict:
@@ -49,7 +60,15 @@ class Planned:
         return {name: (lambda tensors, f=function: f(*tensors)) for name, function in self.built.functions.items()}
 
 
-def planned(formats: Formats | None = None, *, preset: str = "tiny-k31", ranks: int = 1, tokens: int = 256, rows: int = 32, layer: int | None = None) -> Planned:
+def planned(
+    formats: Formats | None = None,
+    *,
+    preset: str = "tiny-k31",
+    ranks: int = 1,
+    tokens: int = 256,
+    rows: int = 32,
+    layer: int | None = None,
+) -> Planned:
     geometry = recipes.geometry_from_config(config_of(PRESETS[preset]), preset)
     number = geometry.full_layers[0] if layer is None else layer
     program = recipes.program(geometry, Limits(tokens, rows, ranks, 16), formats or Formats(), number)
@@ -79,7 +98,9 @@ class Copies:
 
 
 def differences(one: Planned, folder: Path, chunks=CHUNKS) -> list[str]:
-    """What differs between the core and the eager engine, over all ranks and chunks; and outputs further apart than bf16 rounds."""
+    """What differs between the core and the eager engine, over all ranks and chunks; and outputs further apart than bf16
+    rounds.
+    """
     tree = one.tree()
     check_plan(tree)
     rows = torch.randn(256, one.hidden, generator=torch.Generator().manual_seed(1))
@@ -99,7 +120,9 @@ def differences(one: Planned, folder: Path, chunks=CHUNKS) -> list[str]:
             ours = core.prefill(rows[history : history + count], history, after=after)
             copies = Copies(eager.arena)
             theirs = eager.prefill(rows[history : history + count], history, hooks=copies)
-            found += [f"{history}+{count}: {line}" for line in unequal(one.program, seen, copies.found, history, count, comm.rank)]
+            found += [
+                f"{history}+{count}: {line}" for line in unequal(one.program, seen, copies.found, history, count, comm.rank)
+            ]
             if count and float((ours.float() - theirs.float()).abs().max()) > 0.02 * float(theirs.float().abs().max()):
                 found.append(f"{history}+{count}: outputs are far apart")
         return found

@@ -62,10 +62,15 @@ def test_eager_runs_it_right() -> None:
 
 def spec_of(tensors) -> dict:
     views = [
-        {"storage": str(t.untyped_storage().data_ptr()), "byte_offset": t.storage_offset() * t.element_size(), "size": list(t.shape),
-         "stride": list(t.stride()), "dtype": {torch.float32: "fp32", torch.int64: "i64"}[t.dtype]}
+        {
+            "storage": str(t.untyped_storage().data_ptr()),
+            "byte_offset": t.storage_offset() * t.element_size(),
+            "size": list(t.shape),
+            "stride": list(t.stride()),
+            "dtype": {torch.float32: "fp32", torch.int64: "i64"}[t.dtype],
+        }
         for t in tensors
-    ]  # fmt: skip
+    ]
     return {"storages": {v["storage"]: t.untyped_storage().nbytes() for v, t in zip(views, tensors, strict=True)}, "views": views}
 
 
@@ -91,7 +96,7 @@ def test_loader_refuses_one_program_for_both_histories(small) -> None:
     early["passes"][0]["args"] += late["passes"][0]["args"]
     early["reads"] += late["reads"]
     early["writes"] += late["writes"]
-    with pytest.raises(BadCore, match="index_history and latent_history share bytes.*inside one program"):
+    with pytest.raises(BadCore, match=r"index_history and latent_history share bytes.*inside one program"):
         check_plan(tree)
 
 

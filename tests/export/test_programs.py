@@ -1,4 +1,6 @@
-"""The exported arithmetic against the eager engine: ids, caches and histories byte for byte, in every format and on every rank count."""
+"""The exported arithmetic against the eager engine: ids, caches and histories byte for byte, in every format and on every
+rank count.
+"""
 
 import pytest
 import torch

@@ -57,7 +57,7 @@ def test_full_disk_leaves_nothing(tmp_path, source, monkeypatch) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(shutil, "copyfile", full)
-    with pytest.raises(Unavailable, match="No space left.*free space"):
+    with pytest.raises(Unavailable, match=r"No space left.*free space"):
         store.publish(KEY, source, b"{}", {})
     assert list(store.root.iterdir()) == []
     assert store.get(KEY) is None

@@ -32,7 +32,8 @@ def gone(pid: int, patience: float = 20.0) -> bool:
 
 
 def test_killed_job_is_retried_and_the_others_go_on(tmp_path) -> None:
-    once = f"import os, pathlib\np = pathlib.Path({str(tmp_path)!r}) / 'once'\nif not p.exists(): p.touch(); os.kill(os.getpid(), 9)\n"
+    marker = f"pathlib.Path({str(tmp_path)!r}) / 'once'"
+    once = f"import os, pathlib\np = {marker}\nif not p.exists(): p.touch(); os.kill(os.getpid(), 9)\n"
     events = []
     Supervisor(2, notify=events.append).run([job(tmp_path, "dies", once), job(tmp_path, "good", "pass")])
     assert [(e.job, e.kind) for e in events if e.kind != "started"].count(("dies", "retry")) == 1
@@ -42,7 +43,7 @@ def test_killed_job_is_retried_and_the_others_go_on(tmp_path) -> None:
 
 def test_failure_names_the_job_and_its_last_words(tmp_path) -> None:
     bad = job(tmp_path, "bad", "import sys; print('disk on fire'); sys.exit(3)")
-    with pytest.raises(Unavailable, match="bad ended with 3 in attempt 2.*disk on fire"):
+    with pytest.raises(Unavailable, match=r"bad ended with 3 in attempt 2.*disk on fire"):
         Supervisor(1).run([bad])
 
 
@@ -70,7 +71,8 @@ def test_grandchild_of_a_finished_job_is_killed(tmp_path) -> None:
 def test_workers_end_when_the_supervisor_is_killed(tmp_path) -> None:
     """The worker's own rule (its standard input closes), with a child in the same session."""
     worker = (
-        "import pathlib, subprocess, sys, time\nfrom palimpsest.export.worker import _leave_with_the_supervisor\n_leave_with_the_supervisor()\n"
+        "import pathlib, subprocess, sys, time\nfrom palimpsest.export.worker import _leave_with_the_supervisor\n"
+        "_leave_with_the_supervisor()\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], stdin=subprocess.DEVNULL)\n"
         f"pathlib.Path({str(tmp_path)!r}, 'pids').write_text(f'{{__import__(\"os\").getpid()}} {{child.pid}}')\ntime.sleep(600)\n"
     )

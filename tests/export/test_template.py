@@ -38,7 +38,8 @@ def test_text_is_the_same_in_another_process() -> None:
         "import sys, warnings; warnings.filterwarnings('ignore')\n"
         "from palimpsest.export import programs; from palimpsest.export.spec import Argument as A\n"
         "from palimpsest.export.template import digest, export_template\n"
-        "args = (A('r', 'u8', (64, 96), (96, 1), dynamic={0: 'pages'}), A('h', 'u8', (64, 64), (64, 1), mutated=True, dynamic={0: 'pages'}))\n"
+        "source = A('r', 'u8', (64, 96), (96, 1), dynamic={0: 'pages'})\n"
+        "args = (source, A('h', 'u8', (64, 64), (64, 1), mutated=True, dynamic={0: 'pages'}))\n"
         "print(digest(export_template('gather', programs.gather_pages((16,)), args)))\n"
     )
     found = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)}

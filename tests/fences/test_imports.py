@@ -34,6 +34,7 @@ ALLOWED = {
     "palimpsest.prove.bounds": ("palimpsest.core", "palimpsest.prove"),
     "palimpsest.prove.verify": ("palimpsest.core", "palimpsest.prove"),
     "palimpsest.prove": tuple(f"palimpsest.{p}" for p in (*RUNTIME, "run", "prove", "report")) + ("palimpsest",),
+    "palimpsest.export": tuple(f"palimpsest.{p}" for p in (*RUNTIME, "run", "export", "prove")),
     "palimpsest.report": ("palimpsest.core", "palimpsest.plan", "palimpsest.report", "palimpsest.prove"),
     "palimpsest.cli": ("palimpsest",),
 }

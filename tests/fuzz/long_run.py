@@ -7,6 +7,7 @@ the limit. Exit code 1 when something escaped.
 
 import argparse
 import json
+import math
 import random
 import resource
 import signal
@@ -87,7 +88,7 @@ def main() -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     shares, escapes, counts, started = sum(t.share for t in found), [], {}, time.monotonic()
     for target in found:
-        counts[target.name] = fuzz(target, -(-args.inputs * target.share // shares), args.seed, escapes)
+        counts[target.name] = fuzz(target, math.ceil(args.inputs * target.share / shares), args.seed, escapes)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     total = sum(c["inputs"] for c in counts.values())
     print(json.dumps({"seed": args.seed, "inputs": total, "seconds": round(time.monotonic() - started, 1), "grown_kib": grown, "targets": counts, "escapes": escapes}, indent=1))

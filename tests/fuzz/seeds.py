@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "prove"))
-from harness import job, qualify_locally
+from harness import job, qualify_locally, with_parent
 
 from palimpsest.core.canon import canonical
 from palimpsest.prove.bounds import PORTABLE_1
@@ -22,7 +22,7 @@ from palimpsest.prove.ties import TieRow, certificate, difference
 def evidence(place: Path) -> Path:
     """A published evidence folder below ``place``."""
     made = job(place)
-    results = qualify_locally(made)
+    results = with_parent(made, qualify_locally(made))
     with EvidenceFolder(place / "evidence", new_run_id()) as folder:
         folder.write("log.txt", "[rank 00] a line\n")
         return publish(folder, Setup(made), results, request=Request(model=Path(made.model)), elapsed_ns=1).folder

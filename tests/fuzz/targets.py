@@ -1,8 +1,10 @@
 """What is fuzzed: every reader of a file from strangers, as a function of bytes. Standard library and the readers only."""
 
+import atexit
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +23,10 @@ from palimpsest.plan.file import plan_text
 from palimpsest.plan.place import place
 from palimpsest.plan.plan import Plan
 from palimpsest.plan.verify import verify_plan_file
+from palimpsest.prove import schema
 from palimpsest.prove import verify as evidence
+from palimpsest.prove.verify_layout import check_layout
+from palimpsest.prove.verify_ties import check_certificates
 from palimpsest.recipes import default_formats, geometry_from_config
 from palimpsest.recipes import program as layer_program
 from palimpsest.recipes.table import preset_folder
@@ -34,7 +39,7 @@ class Target:
     name: str
     seeds: tuple[bytes, ...]
     read: Callable[[bytes], object]
-    share: int
+    share: float
     json: bool = True
 
 
@@ -128,10 +133,7 @@ class Evidence:
         self.record = json.loads(self.files["record.json"])
         self.work = Path(tempfile.mkdtemp(prefix="palimpsest-fuzz-"))
 
-    def close(self) -> None:
-        for path in self.work.iterdir():
-            path.unlink()
-        self.work.rmdir()
+        atexit.register(shutil.rmtree, self.work, ignore_errors=True)
 
     def whole(self, **changed: bytes) -> object:
         """Verify the folder with some files replaced, as the command does."""
@@ -155,12 +157,7 @@ class Evidence:
 
     def read_ties(self, data: bytes) -> object:
         """Certificates, with counts in the record that fit the first of them."""
-        try:
-            members = [member["class"] for member in json.loads(data.split(b"\n")[0])["certificate"]["members"]]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            members = []
-        counts = {"rows_changed": 1, "rows_reordered": 0, "exact_tie": members.count("exact_tie"), "rounded_tie": members.count("rounded_tie")}
-        return self._with(data, "ties_jsonl", selection=self.record["selection"] | counts)
+        return self._with(data, "ties_jsonl", selection=self.record["selection"] | tie_counts(data))
 
     def read_manifest(self, data: bytes) -> object:
         for name, whole in self.files.items():
@@ -191,13 +188,40 @@ def targets(folder: Path | None, tie: bytes | None) -> list[Target]:
     if folder is not None and tie is not None:
         forger = Evidence(folder)
         flags = forger.files["flags.jsonl"]
+        few = b"".join(line + b"\n" for line in flags.splitlines()[:12])
         found += [
-            Target("record", (forger.files["record.json"],), forger.read_record, 1),
-            Target("flags", (flags,), forger.read_flags, 1, json=False),
-            Target("ties", (tie,), forger.read_ties, 2),
-            Target("manifest", (forger.files["MANIFEST.sha256"],), forger.read_manifest, 1, json=False),
+            Target("flag lines", (few,), lambda data: evidence._lines(data, "flags.jsonl", schema.FLAG), 4, json=False),
+            Target("tie lines", (tie,), lambda data: read_ties(data, forger.record), 3),
+            Target("record text", (forger.files["record.json"],), read_record_text, 1),
+            Target("record", (forger.files["record.json"],), forger.read_record, 0.08),
+            Target("flags", (flags,), forger.read_flags, 0.04, json=False),
+            Target("ties", (tie,), forger.read_ties, 0.05),
+            Target("manifest", (forger.files["MANIFEST.sha256"],), forger.read_manifest, 0.05, json=False),
         ]
     return found
+
+
+def read_record_text(data: bytes) -> object:
+    """The record on its own: text, shape, layout."""
+    record = evidence._parse(data, "record.json")
+    schema.validate(record, schema.RECORD, "record.json")
+    return check_layout(record)
+
+
+def tie_counts(data: bytes) -> dict[str, int]:
+    """What a record would count for the first line of ties.jsonl."""
+    try:
+        members = [member["class"] for member in json.loads(data.split(b"\n")[0])["certificate"]["members"]]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        members = []
+    found = {"exact_tie": members.count("exact_tie"), "rounded_tie": members.count("rounded_tie")}
+    return {"rows_changed": 1, "rows_reordered": 0, **found}
+
+
+def read_ties(data: bytes, record: dict[str, Any]) -> object:
+    """Certificates against the one cell they may belong to."""
+    cells = {("C03", 0, "K4"): {"verdict": "PASS"}}
+    return check_certificates(evidence._lines(data, "ties.jsonl", None), record | {"selection": record["selection"] | tie_counts(data)}, cells)
 
 
 def framed(text: bytes) -> bytes:

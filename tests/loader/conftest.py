@@ -45,7 +45,9 @@ def folder(small, tmp_path):
     (core / manifest.program_file("0" * 64)).write_bytes(b"no shared object")
     made = {name: manifest.Compiled("0" * 64, "0" * 64, 0) for name in one.built.functions}
     names = ["weights/rank0.safetensors", manifest.program_file("0" * 64)]
-    files = {n: {"sha256": hashlib.sha256((core / n).read_bytes()).hexdigest(), "bytes": (core / n).stat().st_size} for n in names}
+    files = {
+        n: {"sha256": hashlib.sha256((core / n).read_bytes()).hexdigest(), "bytes": (core / n).stat().st_size} for n in names
+    }
     data = manifest.encode(manifest.tree(one.program, one.plan, one.built, made, small.ENVIRONMENT, files, names[:1]))
     (core / "manifest.json").write_bytes(data)
     return core

@@ -23,7 +23,7 @@ def test_good_plans_pass(tree) -> None:
 
 
 def test_wrong_order_is_refused(tree) -> None:
-    with pytest.raises(BadCore, match="index_history and latent_history share bytes.*gather_latent: the order is wrong"):
+    with pytest.raises(BadCore, match=r"index_history and latent_history share bytes.*gather_latent: the order is wrong"):
         check_plan(late_first(tree))
 
 
@@ -35,7 +35,7 @@ def test_overlap_inside_a_stage_is_refused(tree) -> None:
     """Arguments of one program that share bytes: the design that compiles silently to something else."""
     place = tree["buffers"]["query"]
     tree["buffers"]["q_latent"]["offset"] = place["offset"]
-    with pytest.raises(BadCore, match="step attention_query: arguments q_latent and query share bytes.*inside one program"):
+    with pytest.raises(BadCore, match=r"step attention_query: arguments q_latent and query share bytes.*inside one program"):
         check_plan(tree)
 
 
@@ -86,7 +86,8 @@ def test_this_machine_runs_its_own_core(small) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"torch": "1.0.0"}, "torch 1.0.0"), ({"machine": "m68k"}, "machine m68k"), ({"cpu_flags": ["avx1024"]}, "avx1024")]
+    ("change", "message"),
+    [({"torch": "1.0.0"}, "torch 1.0.0"), ({"machine": "m68k"}, "machine m68k"), ({"cpu_flags": ["avx1024"]}, "avx1024")],
 )
 def test_foreign_machine_is_refused(small, change, message: str) -> None:
     with pytest.raises(WrongMachine, match=message):

@@ -1,4 +1,6 @@
-"""Loading: digest or trust, every file verified and named, requests refused before a byte is touched, the CLI's one-line errors."""
+"""Loading: digest or trust, every file verified and named, requests refused before a byte is touched, the CLI's one-line
+errors.
+"""
 
 import subprocess
 import sys
@@ -17,7 +19,7 @@ PACKAGE = Path(palimpsest_loader.__file__).parent
 
 
 def test_digest_or_trust_is_required(folder) -> None:
-    with pytest.raises(CoreError, match="native code.*digest"):
+    with pytest.raises(CoreError, match=r"native code.*digest"):
         load(folder)
 
 
@@ -52,14 +54,16 @@ def test_missing_weight_is_named(small, tmp_path) -> None:
     tree = one.tree()
     small.session(one, tree, Rank(0, 1), tmp_path)
     tensors = dict(tree["weights"]["tensors"]) | {"w.absent": {"dtype": "bf16", "shape": [4]}}
-    with pytest.raises(BadCore, match="w.absent is missing"):
+    with pytest.raises(BadCore, match=r"w.absent is missing"):
         Weights(tmp_path / "weights0", "weights0", tensors)
     wrong = {name: fact | {"shape": [1]} for name, fact in tree["weights"]["tensors"].items()}
     with pytest.raises(BadCore, match="the manifest says"):
         Weights(tmp_path / "weights0", "weights0", wrong)
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\x10" + b"\0" * 7, b"\x02" + b"\0" * 7 + b"{}", (1 << 62).to_bytes(8, "little") + b"{}"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff" * 8, b"\x10" + b"\0" * 7, b"\x02" + b"\0" * 7 + b"{}", (1 << 62).to_bytes(8, "little") + b"{}"]
+)
 def test_damaged_weight_file_is_refused(tmp_path, data: bytes) -> None:
     path = tmp_path / "w"
     path.write_bytes(data)
@@ -104,7 +108,8 @@ def test_requests_are_refused_before_a_byte_is_touched(small, tmp_path) -> None:
 def test_loader_imports_torch_and_nothing_of_palimpsest(folder) -> None:
     code = (
         "import sys, palimpsest_loader, palimpsest_loader.cli, palimpsest_loader.comm\n"
-        f"try: palimpsest_loader.load({str(folder)!r}, trust=True)\nexcept palimpsest_loader.BadCore as e: print(type(e).__name__)\n"
+        f"try: palimpsest_loader.load({str(folder)!r}, trust=True)\n"
+        "except palimpsest_loader.BadCore as e: print(type(e).__name__)\n"
         "print([m for m in sys.modules if m.split('.')[0] == 'palimpsest' or m.startswith(('torch._dynamo', 'torch._inductor'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
@@ -117,7 +122,13 @@ def test_source_imports_only_torch_and_the_standard_library() -> None:
 
     for path in PACKAGE.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             for name in names:
                 top = name.split(".")[0]
                 assert top in ("torch", "palimpsest_loader") or top in sys.stdlib_module_names, f"{path.name} imports {name}"

@@ -1,4 +1,6 @@
-"""The strict reader: one form only, every truncation and every flipped byte refused, the writer and the reader agree byte for byte."""
+"""The strict reader: one form only, every truncation and every flipped byte refused, the writer and the reader agree byte for
+byte.
+"""
 
 import hashlib
 import json
@@ -22,7 +24,7 @@ def test_every_truncation_is_refused(tree) -> None:
     # every length near both ends, then a prime stride: each is parsed as far as it goes
     lengths = {*range(64), *range(64, len(data), 97), *range(len(data) - 200, len(data))}
     for length in sorted(lengths):
-        with pytest.raises(BadCore, match="manifest.json"):
+        with pytest.raises(BadCore, match=r"manifest.json"):
             manifest.read(data[:length])
 
 
@@ -30,7 +32,7 @@ def test_every_truncation_is_refused(tree) -> None:
 def test_every_single_truncation_is_refused(tree) -> None:
     data = manifest.seal(tree)
     for length in range(len(data)):
-        with pytest.raises(BadCore, match="manifest.json"):
+        with pytest.raises(BadCore, match=r"manifest.json"):
             manifest.read(data[:length])
 
 
@@ -39,7 +41,7 @@ def test_every_single_truncation_is_refused(tree) -> None:
 def test_one_flipped_bit_is_refused(small_manifest, place: int, bit: int) -> None:
     data = bytearray(small_manifest)
     data[place % len(data)] ^= 1 << bit
-    with pytest.raises(BadCore, match="manifest.json"):
+    with pytest.raises(BadCore, match=r"manifest.json"):
         manifest.read(bytes(data))
 
 
@@ -72,9 +74,11 @@ def test_impossible_fields_are_refused(tree, change, message: str) -> None:
         manifest.read(manifest.seal(tree))
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"null", b"{", b'{"a":1,"a":2}', b"\xff\xfe", b"[" * 100_000, b'{"format": NaN}', b"1e5"])
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"null", b"{", b'{"a":1,"a":2}', b"\xff\xfe", b"[" * 100_000, b'{"format": NaN}', b"1e5"]
+)
 def test_other_json_is_refused(text: bytes) -> None:
-    with pytest.raises(BadCore, match="manifest.json"):
+    with pytest.raises(BadCore, match=r"manifest.json"):
         manifest.read(text)
 
 
@@ -94,22 +98,57 @@ def test_golden_bytes(golden_tree) -> None:
 @pytest.fixture
 def golden_tree() -> dict:
     plane = {"name": "output", "dtype": "fp32", "shape": [1, 4], "offset": 0}
-    argument = {"buffer": "output", "dtype": "fp32", "size": [1, 4], "stride": [4, 1], "offset": 0, "steps": {"row": 16}, "mutated": True, "dynamic": {}}
+    argument = {
+        "buffer": "output",
+        "dtype": "fp32",
+        "size": [1, 4],
+        "stride": [4, 1],
+        "offset": 0,
+        "steps": {"row": 16},
+        "mutated": True,
+        "dynamic": {},
+    }
     step = {
-        "name": "only", "phase": "p0", "runner": "rows", "passes": [{"program": "only", "loops": ["row"], "args": [argument]}],
-        "numbers": {"tile": 1}, "control": {}, "roles": {}, "planes": [], "reads": [], "writes": ["output"],
-    }  # fmt: skip
+        "name": "only",
+        "phase": "p0",
+        "runner": "rows",
+        "passes": [{"program": "only", "loops": ["row"], "args": [argument]}],
+        "numbers": {"tile": 1},
+        "control": {},
+        "roles": {},
+        "planes": [],
+        "reads": [],
+        "writes": ["output"],
+    }
     return {
-        "format": "palimpsest-core-1", "checksum": "", "name": "golden", "arithmetic": "core-1", "program": "1" * 64, "plan": "2" * 64,
-        "environment": {"torch": "2.13.0", "machine": "x86_64", "isa": "avx2", "cpu_flags": ["avx2"], "compiler": "g++ 12", "device": "cpu"},
-        "facts": {"layer": 0}, "limits": {"tokens": 64, "rows": 1, "ranks": 1, "page": 64},
+        "format": "palimpsest-core-1",
+        "checksum": "",
+        "name": "golden",
+        "arithmetic": "core-1",
+        "program": "1" * 64,
+        "plan": "2" * 64,
+        "environment": {
+            "torch": "2.13.0",
+            "machine": "x86_64",
+            "isa": "avx2",
+            "cpu_flags": ["avx2"],
+            "compiler": "g++ 12",
+            "device": "cpu",
+        },
+        "facts": {"layer": 0},
+        "limits": {"tokens": 64, "rows": 1, "ranks": 1, "page": 64},
         "backing": {"align": 64, "segments": {"reusable": 64}},
         "buffers": {"output": {"kind": "reusable", "offset": 0, "nbytes": 16, "planes": [plane]}},
-        "inputs": [], "outputs": ["output"], "histories": [], "weights": {"files": ["weights/rank0.safetensors"], "tensors": {}},
-        "programs": {"only": {"engine": "aoti", "file": "programs/a.so", "key": "3" * 64, "template": "4" * 64, "scratch_bytes": 0}},
+        "inputs": [],
+        "outputs": ["output"],
+        "histories": [],
+        "weights": {"files": ["weights/rank0.safetensors"], "tensors": {}},
+        "programs": {
+            "only": {"engine": "aoti", "file": "programs/a.so", "key": "3" * 64, "template": "4" * 64, "scratch_bytes": 0}
+        },
         "steps": [step],
         "files": {n: {"sha256": "5" * 64, "bytes": 1} for n in ("programs/a.so", "weights/rank0.safetensors")},
-    }  # fmt: skip
+    }
 
 
 GOLDEN = "179457850c5ac129070ff722a84d699a3fa8a20c60cb9dbda33d88f4680bf03b"

@@ -9,9 +9,12 @@ from palimpsest.checkpoint.make import make
 from palimpsest.core.geometry import Formats
 from palimpsest.kernels.call import Call, Chunk, Implementation
 from palimpsest.prove.cases import Profile
+from palimpsest.prove import liveness
+from palimpsest.prove.extras import identity
 from palimpsest.prove.rank_main import Qualifier
 from palimpsest.prove.rank_setup import Job, Setup
 from palimpsest.ranks.local import run_local
+from palimpsest.ranks.spawn import RankExit
 
 #: 2 ranks, 16 rows, 512 tokens: every boundary of the table exists and a case takes about a second
 TINY = Profile("small", 512, 16, 2, 16)
@@ -40,6 +43,18 @@ def qualify_locally(made: Job, mutant: Mutant | None = None, seed: int = 0) -> l
     return run_local(
         made.profile.ranks, lambda comm: Qualifier(comm, Setup(parsed), lambda e: None, alter=alter).run(), seed=seed
     )
+
+
+def with_parent(made: Job, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In-process results with the cells a parent of real ranks adds, as if each rank had been a process of its own."""
+    ended = []
+    for rank, result in enumerate(results):
+        result["extras"]["identity"] |= {"pid": 1000 + rank, "deadline_s": "120.0"}
+        ended.append(RankExit(rank, 1000 + rank, result))
+    stated = [result["extras"]["identity"] for result in results]
+    for flag in liveness.cells(ended, stated, identity(Setup(made)), deadline_s=120.0, left=[]):
+        results[int(str(flag["rank"]))]["flags"].append(flag)
+    return results
 
 
 def _wrapped(arrangement: str, op: str, run: Implementation, mutant: Mutant) -> Implementation:

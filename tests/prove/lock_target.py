@@ -1,4 +1,5 @@
-"""What a real rank runs in the tests of the phase lock: a layer under the lock in which one rank touches a history too late or too early."""
+"""What a real rank runs in the tests of the phase lock: a layer under the lock in which one rank touches a history too late or
+too early."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ def run(comm: Comm, config: dict[str, Any], emit: Any) -> dict[str, Any]:
         lock = PhaseLock.of(session)
         with lock, FaultNote(Path(setup.job.workdir) / NOTE.format(rank=comm.rank), lock):
             session.prefill(torch.zeros((16, setup.geometry.hidden), dtype=torch.bfloat16), 64, hooks=lock)
-        return {"closed": sorted(f"{view} in {where}" for (view, where), closed in lock.closed.items() if closed), "checks": lock.checks}
+        return {
+            "closed": sorted(f"{view} in {where}" for (view, where), closed in lock.closed.items() if closed),
+            "checks": lock.checks,
+        }
 
 
 def _touching(inner: Implementation, held: list[Session], *, rank: int, step: str, role: str, plane: str) -> Implementation:

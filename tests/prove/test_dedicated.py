@@ -151,7 +151,6 @@ def test_a_late_allocation_fails_under_the_cap_only() -> None:
 class Fixed:
     """Stands in for an arena in a soak of nothing."""
 
-    segments: dict[str, Any] = {}
 
 
 def test_a_mapping_that_a_replay_leaves_behind_fails_the_soak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +205,13 @@ def test_views_survive_a_fresh_process_and_a_copy_of_one_does_not(tmp_path: Path
             if damage == "copied":
                 # the index views get an allocation of their own, as a worker that deep-copies views would give them
                 asked["arenas"]["copy"] = {"fd": arena.fd("staging")}
-                copied = {**asked, "views": {**asked["views"], "index_history": {**asked["views"]["index_history"], "arena": "copy", "offset": 0}}}
+                copied = {
+                    **asked,
+                    "views": {
+                        **asked["views"],
+                        "index_history": {**asked["views"]["index_history"], "arena": "copy", "offset": 0},
+                    },
+                }
                 answer = roundtrip.ask(copied)
                 del asked["arenas"]["copy"]
             sheet = Sheet(SEAL, 0)

@@ -19,14 +19,18 @@ from palimpsest.prove.gates import Sheet
 from palimpsest.prove.rank_setup import Setup
 from palimpsest.prove.verify_events import check_events
 
-SCHEDULE = Schedule((Pair("early", "late", True),), {"read": frozenset({"early"}), "meet": frozenset(), "write": frozenset({"late"})}, ("meet",))
+SCHEDULE = Schedule(
+    (Pair("early", "late", True),), {"read": frozenset({"early"}), "meet": frozenset(), "write": frozenset({"late"})}, ("meet",)
+)
 
 
 def log(*, meet: bool = True, signals: tuple[int, int] = (3, 4)) -> list[list[Any]]:
     met = [["meet", "barrier", "barrier meet"]] if meet else []
     return [
-        ["begin", "p3", "read"], ["end", "p3", "read"], ["signals", "barrier", "meet", [signals[0]]], ["begin", "barrier", "meet"], *met,
-        ["end", "barrier", "meet"], ["signals", "barrier", "meet", [signals[1]]], ["begin", "p6", "write"], ["end", "p6", "write"],
+        ["begin", "p3", "read"], ["end", "p3", "read"], ["signals", "barrier", "meet", [signals[0]]], ["begin", "barrier", "meet"],
+        *met,
+        ["end", "barrier", "meet"], ["signals", "barrier", "meet", [signals[1]]], ["begin", "p6", "write"],
+        ["end", "p6", "write"],
     ]  # fmt: skip
 
 
@@ -86,7 +90,12 @@ def test_the_static_schedule_fails_without_a_global_step_and_out_of_order(tmp_pa
         (tuple(sorted(program.steps, key=lambda s: s.name == "index_select")), "FAIL"),
     ):
         sheet = Sheet("seal", 0)
-        static(sheet, program.with_steps(steps), Schedule(schedule.pairs, schedule.touches, tuple(s.name for s in steps if s.scope == "all")), "alias")
+        static(
+            sheet,
+            program.with_steps(steps),
+            Schedule(schedule.pairs, schedule.touches, tuple(s.name for s in steps if s.scope == "all")),
+            "alias",
+        )
         assert sheet.cell("S7").verdict == verdict
 
 

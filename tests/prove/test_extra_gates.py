@@ -121,7 +121,9 @@ def test_neighbours_share_what_both_select() -> None:
 STATED = {"source": "s", "plan": "p", "checkpoint": "c", "deadline_s": "60.0"}
 
 
-def live(*, pids: tuple[int, int] = (11, 12), said: dict[str, Any] | None = None, left: list[str] | None = None) -> dict[tuple[str, int], str]:
+def live(
+    *, pids: tuple[int, int] = (11, 12), said: dict[str, Any] | None = None, left: list[str] | None = None
+) -> dict[tuple[str, int], str]:
     ended = [SimpleNamespace(rank=rank, pid=pid) for rank, pid in enumerate(pids)]
     stated = [STATED | {"pid": 11}, STATED | {"pid": 12} | (said or {})]
     flags = liveness.cells(ended, stated, {k: STATED[k] for k in liveness.IDENTITY[1:]}, deadline_s=60.0, left=left or [])
@@ -155,7 +157,12 @@ def test_what_is_left_behind_is_found(tmp_path: Path) -> None:
     try:
         (tmp_path / "facts-base-C01-0-0.json").write_text("{}")
         found = " / ".join(liveness.left_behind(before, [child.pid], tmp_path))
-        for text in (f"process {child.pid} of a rank still runs", f"child process {child.pid} is left", "/memfd:left", "facts-base-C01"):
+        for text in (
+            f"process {child.pid} of a rank still runs",
+            f"child process {child.pid} is left",
+            "/memfd:left",
+            "facts-base-C01",
+        ):
             assert text in found
     finally:
         child.kill()
@@ -167,7 +174,9 @@ def test_what_is_left_behind_is_found(tmp_path: Path) -> None:
 
 
 def matrix(**changes: Any) -> bytes:
-    return json.dumps({"schema": licence.SCHEMA, "verdict": "PASS", "package_digest": "a" * 64, "mutants": [], **changes}).encode()
+    return json.dumps(
+        {"schema": licence.SCHEMA, "verdict": "PASS", "package_digest": "a" * 64, "mutants": [], **changes}
+    ).encode()
 
 
 def test_a_passed_self_test_of_this_source_licenses() -> None:
@@ -176,7 +185,9 @@ def test_a_passed_self_test_of_this_source_licenses() -> None:
     assert digest == hashlib.sha256(matrix()).hexdigest()
 
 
-@pytest.mark.parametrize("raw", [None, b"{", b"[]", matrix(verdict="FAIL"), matrix(package_digest="b" * 64), matrix(schema="other")])
+@pytest.mark.parametrize(
+    "raw", [None, b"{", b"[]", matrix(verdict="FAIL"), matrix(package_digest="b" * 64), matrix(schema="other")]
+)
 def test_anything_else_licenses_nothing(raw: bytes | None) -> None:
     assert licence.cell(raw, "a" * 64) == ([], None)
     assert licence.Licence.of(raw, "a" * 64) is None

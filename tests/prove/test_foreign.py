@@ -1,4 +1,6 @@
-"""Kernels from outside: loaded only by name, judged by gates that need nothing from them, accepted where a tie is proved and nowhere else."""
+"""Kernels from outside: loaded only by name, judged by gates that need nothing from them, accepted where a tie is proved and
+nowhere else.
+"""
 
 import json
 import sys
@@ -18,7 +20,8 @@ from palimpsest.prove import foreign
 from palimpsest.prove.cases import Profile
 from palimpsest.prove.evidence import EvidenceFolder, manifest_text, new_run_id
 from palimpsest.prove.foreign_run import spilled
-from palimpsest.prove.gates import GATES
+from palimpsest.prove.gates import GATES, SEAL, Sheet
+from palimpsest.prove.liveness import GATES_L
 from palimpsest.prove.qualify import Outcome, Request, publish
 from palimpsest.prove.rank_setup import Job, Setup
 from palimpsest.prove.verify import verify
@@ -50,6 +53,15 @@ def run(made: Job) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return results, [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
 
 
+def parents_cells(rank: int) -> list[dict[str, Any]]:
+    """What a parent of real rank processes adds; here there are none."""
+    sheet = Sheet(SEAL, rank)
+    for gate in GATES_L:
+        sheet.expect(gate, 1)
+        sheet.cell(gate).passed(1)
+    return sheet.close()
+
+
 def test_topk_on_the_full_row_qualifies(place: Path) -> None:
     results, _ = run(job(place, "C01", "C03", "C04", kernels={"index_select": "own_selectors:topk_row"}))
     found = verdicts(results)
@@ -79,7 +91,13 @@ def test_off_by_one_is_caught_by_k7(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "gates"),
-    [("one_ulp", {"K7"}), ("duplicate", {"K1", "K7"}), ("invisible", {"K1", "K7"}), ("one_fewer", {"K1", "K7", "X4"}), ("stale", {"K7"})],
+    [
+        ("one_ulp", {"K7"}),
+        ("duplicate", {"K1", "K7"}),
+        ("invisible", {"K1", "K7"}),
+        ("one_fewer", {"K1", "K7", "X4"}),
+        ("stale", {"K7"}),
+    ],
 )
 def test_a_wrong_selector_is_caught(place: Path, name: str, gates: set[str]) -> None:
     results, _ = run(job(place, "C02", kernels={"index_select": f"foreign_kernels:{name}"}))
@@ -160,7 +178,11 @@ def test_an_op_twice() -> None:
         ("index_select", "no_such_module_here:f", "failed with ModuleNotFoundError"),
         ("index_select", "foreign_kernels:nothing", "has no function nothing"),
         ("index_select", "foreign_kernels:NUMBER", "has no function NUMBER"),
-        ("index_select", "foreign_kernels:attend", r"takes \(query, records, ids, counts, scale\); \(call, chunk\) or \(keys, scales"),
+        (
+            "index_select",
+            "foreign_kernels:attend",
+            r"takes \(query, records, ids, counts, scale\); \(call, chunk\) or \(keys, scales",
+        ),
         ("append_index", "own_selectors:topk_row", r"\(call, chunk\) is wanted"),
         ("index_select", "foreign_broken:f", "failed with ZeroDivisionError: division by zero"),
     ],
@@ -191,7 +213,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     sys.path.insert(0, str(EXAMPLES))
     place = tmp_path_factory.mktemp("evidence")
     made = job(place, kernels={"index_select": "own_selectors:random_ties"}, profile=Profile("small", 512, 16, 2, 16))
-    results = qualify_locally(made)
+    results = [result | {"flags": result["flags"] + parents_cells(rank)} for rank, result in enumerate(qualify_locally(made))]
     with EvidenceFolder(place / "evidence", new_run_id()) as folder:
         yield publish(folder, Setup(made), results, request=Request(model=Path(made.model)), elapsed_ns=1)
     sys.path.remove(str(EXAMPLES))
@@ -202,7 +224,12 @@ def test_the_reader_agrees_and_replays_every_certificate(outcome: Outcome) -> No
     assert found.gates_verdict == "PASS" == outcome.record["gates_verdict"]
     assert found.certificates == outcome.record["selection"]["rows_changed"] + outcome.record["selection"]["rows_reordered"] > 20
     (kernel,) = outcome.record["kernels"]
-    assert (kernel["op"], kernel["form"], kernel["gates_extra"], kernel["file"]) == ("index_select", "plain", ["K7"], "own_selectors.py")
+    assert (kernel["op"], kernel["form"], kernel["gates_extra"], kernel["file"]) == (
+        "index_select",
+        "plain",
+        ["K7"],
+        "own_selectors.py",
+    )
     assert "index_select was own_selectors:random_ties" in outcome.record["claim"]
 
 
@@ -213,8 +240,14 @@ def _edit(outcome: Outcome, tmp_path: Path, change: Any) -> Path:
     lines = [json.loads(line) for line in (folder / "ties.jsonl").read_text().splitlines()]
     change(lines)
     (folder / "ties.jsonl").write_text("".join(canonical(line) + "\n" for line in lines))
-    (folder / "MANIFEST.sha256").write_text(manifest_text(folder, ["record.json", "flags.jsonl", "ties.jsonl", "log.txt"]))
+    _seal(folder)
     return folder
+
+
+def _seal(folder: Path) -> None:
+    (folder / "MANIFEST.sha256").write_text(
+        manifest_text(folder, [p.name for p in folder.iterdir() if p.name != "MANIFEST.sha256"])
+    )
 
 
 @pytest.mark.parametrize("what", ["record byte", "claimed score", "dropped line", "other gate"])
@@ -231,19 +264,23 @@ def test_an_edited_certificate_is_refused(outcome: Outcome, tmp_path: Path, what
         else:
             line["between"] = ["alias", "base"]
 
-    with pytest.raises(EvidenceError, match="ties.jsonl"):
+    with pytest.raises(EvidenceError, match=r"ties\.jsonl"):
         verify(_edit(outcome, tmp_path, change))
 
 
-@pytest.mark.parametrize("change", [
-    lambda r: r["kernels"].clear(), lambda r: r["kernels"][0].update(op="sparse_attend", steps=["sparse_attend"]),
-    lambda r: r["kernels"][0].update(steps=["index_select", "index_select"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r["kernels"].clear(),
+        lambda r: r["kernels"][0].update(op="sparse_attend", steps=["sparse_attend"]),
+        lambda r: r["kernels"][0].update(steps=["index_select", "index_select"]),
+    ],
+)
 def test_a_record_that_hides_its_kernel_is_refused(outcome: Outcome, tmp_path: Path, change: Any) -> None:
     folder = _edit(outcome, tmp_path, lambda lines: None)
     record = json.loads((folder / "record.json").read_text())
     change(record)
     (folder / "record.json").write_text(canonical(record) + "\n")
-    (folder / "MANIFEST.sha256").write_text(manifest_text(folder, ["record.json", "flags.jsonl", "ties.jsonl", "log.txt"]))
+    _seal(folder)
     with pytest.raises(EvidenceError):
         verify(folder)

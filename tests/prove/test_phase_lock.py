@@ -23,7 +23,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, touch: list[object] | N
 def test_a_healthy_layer_finds_the_other_history_closed_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for found in run(tmp_path, monkeypatch, None):
         assert found["closed"] == [
-            "index_history in gather_latent", "index_history in sparse_attend", "latent_history in gather_index", "latent_history in index_select",
+            "index_history in gather_latent", "index_history in sparse_attend",
+            "latent_history in gather_index", "latent_history in index_select",
         ]  # fmt: skip
         assert found["checks"] == 4
 
@@ -37,7 +38,9 @@ def test_a_healthy_layer_finds_the_other_history_closed_at_every_step(tmp_path: 
     ],
     ids=["late, in attention", "late, in the latent gather", "early"],
 )
-def test_a_late_or_early_access_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, touch: list[object], phase: str, view: str) -> None:
+def test_a_late_or_early_access_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, touch: list[object], phase: str, view: str
+) -> None:
     with pytest.raises(RankError, match="SIGSEGV") as caught:
         run(tmp_path, monkeypatch, touch)
     assert (caught.value.rank, caught.value.phase) == (touch[0], phase)

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from harness import job, qualify_locally
+from harness import job, qualify_locally, with_parent
 
 from palimpsest.core.canon import canonical
 from palimpsest.core.errors import EvidenceError
@@ -23,7 +23,7 @@ from palimpsest.prove.qualify import Outcome, Request, publish
 from palimpsest.prove.rank_setup import Setup
 from palimpsest.prove.verify import verify
 
-FILES = ("record.json", "flags.jsonl", "ties.jsonl", "log.txt")
+FILES = ("record.json", "flags.jsonl", "ties.jsonl", "events.jsonl", "log.txt")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A whole qualification on in-process ranks, published."""
     place = tmp_path_factory.mktemp("evidence")
     made = job(place)
-    results = qualify_locally(made)
+    results = with_parent(made, qualify_locally(made))
     with EvidenceFolder(place / "evidence", new_run_id()) as folder:
         folder.write("log.txt", "[rank 00] a line\n")
         return publish(folder, Setup(made), results, request=Request(model=Path(made.model)), elapsed_ns=1)

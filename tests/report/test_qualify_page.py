@@ -57,7 +57,9 @@ def test_the_page_is_well_formed_and_fetches_nothing(tmp_path: Path) -> None:
 
 
 def test_strangers_words_stay_words(tmp_path: Path) -> None:
-    tree = json.loads(json.dumps(example()).replace("tiny-k31", json.dumps(HOSTILE)[1:-1]).replace("mine:select", json.dumps(HOSTILE)[1:-1]))
+    tree = json.loads(
+        json.dumps(example()).replace("tiny-k31", json.dumps(HOSTILE)[1:-1]).replace("mine:select", json.dumps(HOSTILE)[1:-1])
+    )
     text = page_of(tmp_path, tree).read_text()
     assert "<img" not in text
     assert "<script" not in text
@@ -68,7 +70,18 @@ def test_strangers_words_stay_words(tmp_path: Path) -> None:
 
 def test_what_a_reader_needs_is_there(tmp_path: Path) -> None:
     text = page_of(tmp_path, example()).read_text()
-    for words in ("a planted failure", "other layers", "132 MiB", "603,979,776", "mine:select", "5 \u00b7 2^-3", "exact_tie", "75.0 %", "4.0 s", "0.75"):
+    for words in (
+        "a planted failure",
+        "other layers",
+        "132 MiB",
+        "603,979,776",
+        "mine:select",
+        "5 \u00b7 2^-3",
+        "exact_tie",
+        "75.0 %",
+        "4.0 s",
+        "0.75",
+    ):
         assert words in text, words
     assert text.count("<details") >= 5
 
