@@ -9,8 +9,9 @@ from palimpsest_loader.session import Session
 
 
 def allocations(session: Session, chunk: Chunk, seed: int) -> dict[str, tuple[int, int]]:
-    """Step -> (most bytes alive at once, bytes left when it ended), on rank 0; empty on others. The chunk is replayed once before, so that every view
-    exists.
+    """Step -> (most bytes alive at once, bytes left when it ended), on rank 0; empty on others.
+
+    The chunk is replayed once before, so that every view exists.
     """
     rows = hidden_rows(session.tree, seed + 1)[: chunk[1]]
     session.prefill(rows, chunk[0], **selection(session.tree, chunk))
