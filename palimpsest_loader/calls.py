@@ -31,7 +31,7 @@ class Argument:
         """The view at these axis values."""
         if self._only is not None:
             return self._only
-        place = tuple([values[axis] for axis in self.axes])
+        place = (values[self.axes[0]],) if len(self.axes) == 1 else tuple([values[axis] for axis in self.axes])
         found = self._kept.get(place)
         if found is None:
             found = self._kept[place] = self._make(place)
@@ -52,6 +52,12 @@ class Pass:
 
     def __init__(self, name: str, call: Callable[[list[torch.Tensor]], object], loops: list[str], args: list[Argument]):
         self.name, self.call, self.loops, self.args = name, call, tuple(loops), args
+        still = [one for one in args if not one.axes and not one.dynamic]
+        self._fixed = [one.at({}) if one in still else one.whole for one in args]
+        self._moving = [(at, one) for at, one in enumerate(args) if one not in still]
 
     def run(self, values: Values) -> None:
-        self.call([argument.at(values) for argument in self.args])
+        tensors = self._fixed.copy()
+        for at, one in self._moving:
+            tensors[at] = one.at(values)
+        self.call(tensors)

@@ -133,6 +133,8 @@ def _parse(text: str, pattern: re.Pattern[str], what: str, example: str) -> int:
     match = pattern.match(text.strip())
     if not match:
         raise BadConfig(f"{what} {text!r} is not a size; write it like {example}")
+    if len(match[1]) > 15:  # beyond, a float no longer holds every whole number
+        raise BadConfig(f"{what} {text[:24]!r} has {len(match[1])} digits, at most 15 are read; write it like {example}")
     scaled = float(match[1]) * _SUFFIX[match[2].upper()]
     if scaled != int(scaled):
         raise BadConfig(f"{what} {text!r} is {scaled}, not a whole number; write it like {example}")

@@ -96,7 +96,7 @@ def _found(tallies: list[_Tally]) -> list[Found]:
         fault = next((f"rank {rank}: {t.faults[gate]}" for rank, t in enumerate(tallies) if gate in t.faults), "")
         worst = max((t.worst.get(gate, 0.0) for t in tallies), default=0.0)
         good = (
-            "equal to the eager engine" if gate not in ("attention", "output") else f"within the bound, at most {worst:.3f} of it"
+            "equal to the eager engine" if gate not in ("attention", "output") else f"within the bound, at most {worst:.2g} of it"
         )
         found.append((gate, not fault, sum(t.units[gate] for t in tallies), fault or good))
     return found

@@ -92,10 +92,14 @@ class Cap:
         self._old = resource.getrlimit(resource.RLIMIT_AS)
 
     def __enter__(self) -> "Cap":
-        hard = self._old[1]
-        wanted = address_space() + self.headroom
-        resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+        self.tighten()
         return self
+
+    def tighten(self) -> None:
+        """Lower the cap to what the process holds now: memory it gave back since may not be taken again."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limits = [address_space() + self.headroom, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
 
     def __exit__(self, *exception: object) -> None:
         resource.setrlimit(resource.RLIMIT_AS, self._old)
@@ -146,6 +150,7 @@ class Soak:
             self.meet("soak capped")
             used = [self._window(cell, window, each) for window in range(SOAK_WINDOWS)]
             capped.passed(1)
+            cap.tighten()
             late = max(largest(self.arena), 2 * headroom)
             capped.check(not late_mapping(late), 1, f"a mapping of {late} bytes succeeded under the cap")
             self.meet("soak done")

@@ -98,7 +98,10 @@ class Dedicated:
         self.table: dict[str, Case] = {case.id: case for case in table}
 
     def run(self, tell: Callable[[str], None]) -> None:
-        for name, part in (("lock", self._locked), ("probe", self._probed), ("soak", self._soak)):
+        """All parts, or those that ``job.only`` names (``lock``, ``probe``, ``soak``) when it names anything."""
+        only = self.setup.job.only
+        parts = (("lock", self._locked), ("probe", self._probed), ("soak", self._soak))
+        for name, part in (p for p in parts if not only or p[0] in only):
             tell(name)
             self.comm.barrier(f"dedicated {name}")
             part()

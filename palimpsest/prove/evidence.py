@@ -63,7 +63,7 @@ class EvidenceFolder:
         try:
             self._made_root = not self.root.exists()
             self.root.mkdir(parents=True, exist_ok=True)
-            self.work.mkdir()
+            self.work.mkdir(mode=0o700)  # the log holds whatever the ranks printed
         except OSError as error:
             raise _unavailable(error, self.root) from error
         return self

@@ -60,9 +60,8 @@ RULES: dict[str, Rule] = {
 #: gates that exist for foreign kernels only
 FOREIGN_GATES = frozenset(gate for rule in RULES.values() for gate in rule.extra)
 
-#: what a foreign attention must keep: fp32 dots and sums in any order, every probability within one bf16 rounding (exponential
-#: and rescaling
-#: included), one fp32 division, an fp32 result
+#: what a foreign attention must keep: fp32 dots and sums in any order, every probability within one bf16 rounding
+#: (exponential and rescaling included), one fp32 division after the sum, an fp32 result
 FOREIGN_32 = Arithmetic(
     name="foreign-32",
     index_dot_u=PORTABLE_1.index_dot_u,

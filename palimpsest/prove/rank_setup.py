@@ -36,7 +36,7 @@ class Job:
     """One qualification as JSON: checkpoint folder, layer, sizes, seed, engine, stored dtypes, private folder.
 
     alone:  each rank has a process for itself
-    only:   ids of the cases to run; all eleven when empty (a record needs all eleven)
+    only:   ids of the cases and names of the replays of their own (lock, probe, soak) to run; all when empty (a record needs all)
     kernels: op -> ``module:function`` of a foreign implementation
     """
 

@@ -220,6 +220,7 @@ def _rect(buffer: str, view: Tree, steps: list[str], wide: float, scale: float) 
     w, h = wide * (last - first + 1), max(5.0 if buffer in _HISTORIES else 1.0, scale * view["bytes"])
     fill, ink = COLOURS[_tone(buffer)]
     label = f"{buffer} {format_bytes(view['bytes'])}"
+    alive = f"{_step(steps, first)} to {_step(steps, last)}"
     fits = h >= 13 and w >= 6.4 * len(label)
     return {
         "x": _LEFT + wide * first,
@@ -230,7 +231,7 @@ def _rect(buffer: str, view: Tree, steps: list[str], wide: float, scale: float) 
         "ink": ink,
         "label": label if fits else "",
         "beside": label if buffer in _HISTORIES and not fits else "",
-        "title": f"{buffer}: {view['bytes']:,} B at offset {view['offset']:,}, alive {_step(steps, first)} to {_step(steps, last)}",
+        "title": f"{buffer}: {view['bytes']:,} B at offset {view['offset']:,}, alive {alive}",
     }
 
 

@@ -28,6 +28,7 @@ def show(record: Tree, flags: list[Tree], folder: str) -> None:
     """Print the report to stdout."""
     console = console_of(sys.stdout)
     _head(console, record)
+    _kernels(console, record)
     _once(console, record, flags)
     console.print(_matrix(record, flags))
     console.print("cases: " + ", ".join(f"{c['id']} {c['name']}" for c in record["cases"]), style="dim", markup=False)
@@ -134,6 +135,14 @@ def _bytes(console: Console, record: Tree) -> None:
         f"index history {index:,} B = {index // tokens} x {tokens:,} tokens ({format_bytes(index)}); saved exactly that\n",
         markup=False,
     )
+
+
+def _kernels(console: Console, record: Tree) -> None:
+    """Which kernels came from outside, and who judged them."""
+    for kernel in record["kernels"]:
+        extra, without = ", ".join(kernel["gates_extra"]), ", ".join(kernel["gates_without"])
+        judged = f"judged by {extra or 'the usual gates'}" + (f" instead of {without}" if without else "")
+        console.print(f"{kernel['op']} was {kernel['name']} ({kernel['form']} form): {judged}", markup=False)
 
 
 def _selection(console: Console, record: Tree) -> None:

@@ -6,11 +6,17 @@ from palimpsest.cli.main import VERBS, build_parser
 
 FLAGS = {
     "plan": {"model", "--context", "--rows", "--ranks", "--page", "--layer", "--reuse", "--index-format", "--latent-format",
-             "--activation", "--weights", "--granularity", "--json"},
+             "--activation", "--weights", "--granularity", "--compare", "--device-memory", "--free-memory", "--scope", "--output",
+             "--html", "--svg", "--png", "--json"},
+    "fit": {"model", "--memory", "--context", "--rows", "--ranks", "--page", "--layer", "--index-format", "--latent-format",
+            "--weights", "--drafter", "--granularity", "--reserve", "--json"},
+    "explain": {"model", "--context", "--rows", "--ranks", "--page", "--layer", "--json"},
     "checkpoint": {"action"},
     "preflight": {"directory", "--json"},
-    "qualify": {"directory", "--layer", "--ranks", "--profile", "--seed", "--engine", "--evidence", "--json"},
-    "verify": {"evidence", "--json"},
+    "qualify": {"model", "--layer", "--ranks", "--profile", "--seed", "--engine", "--kernel", "--evidence", "--self-test-record",
+                "--html", "--json"},
+    "verify": {"folder", "--json"},
+    "report": {"folder", "--html"},
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from palimpsest.core.errors import HiddenAllocation, PlanRefused, RankError, Unavailable, UnknownName
+from palimpsest.core.spec import Limits
 from palimpsest.core.units import parse_bytes
 from palimpsest.kernels.index_select.cases import cases as select_cases
 from palimpsest.kernels.index_select.reference import run as reference_select
@@ -16,7 +17,6 @@ from palimpsest.plan.check import check
 from palimpsest.plan.place import place
 from palimpsest.recipes import default_formats, load_geometry
 from palimpsest.recipes import program as recipe_program
-from palimpsest.core.spec import Limits
 from palimpsest.run import arena as arenas
 from palimpsest.run.bind import default_implementations
 from palimpsest.run.meters import arena_pss, changes, counters, meter

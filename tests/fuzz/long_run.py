@@ -1,8 +1,8 @@
 """Fuzz the readers for a number of inputs: ``python long_run.py INPUTS [--seed N] [--evidence DIR --tie FILE] [--only NAME]``.
 
 Prints one JSON object: inputs per target, how many were accepted and refused, everything that escaped, and the growth of resident
-memory. Nothing but UserError and EvidenceError may leave a reader; no input may take more than five seconds, or more memory than
-the limit. Exit code 1 when something escaped.
+memory. Nothing but UserError and EvidenceError may leave a reader; no input may take more than five seconds of this
+process's own time, or more memory than the limit. Exit code 1 when something escaped.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from targets import Target, targets
 
 from palimpsest.core.errors import EvidenceError, UserError
 
-#: seconds of one input, and bytes of address space above the start
+#: processor seconds of one input, and bytes of address space above the start
 SECONDS, ROOM = 5.0, 512 << 20
 MOST_ESCAPES = 20
 
@@ -53,7 +53,7 @@ def fuzz(target: Target, inputs: int, seed: int, escapes: list[dict[str, str]]) 
     for _ in range(inputs):
         data = next_input(rng, target, trees)
         counts["inputs"] += 1
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             target.read(data)
             counts["accepted"] += 1
@@ -66,7 +66,7 @@ def fuzz(target: Target, inputs: int, seed: int, escapes: list[dict[str, str]]) 
                 shown = data[:300].decode("latin-1")
                 escapes.append({"target": target.name, "error": f"{type(error).__name__}: {error}"[:300], "at": f"{where.name}:{where.lineno}", "input": shown})
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
     return counts
 
 
@@ -82,7 +82,7 @@ def main() -> int:
     for target in found:
         for data in target.seeds:
             target.read(data)
-    signal.signal(signal.SIGALRM, _alarm)
+    signal.signal(signal.SIGPROF, _alarm)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM, resource.RLIM_INFINITY))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

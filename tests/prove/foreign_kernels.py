@@ -37,7 +37,8 @@ def duplicate(keys, scales, query, weights, visible, topk):
 def invisible(keys, scales, query, weights, visible, topk):
     """Row 0 sees its neighbour's token."""
     ids = _order(keys, scales, query, weights, visible)[:, :topk].clone()
-    ids[0, -1] = visible[0]
+    if len(query) > 1:
+        ids[0, -1] = visible[0]
     return ids
 
 
@@ -80,8 +81,9 @@ def _attend(query, records, ids, counts, scale):
     made = []
     for row, count in enumerate(counts.tolist()):
         chosen = records[ids[row, :count].long()]
-        weight = (query[row].float() @ chosen.T * scale).softmax(1)
-        made.append(weight @ chosen[:, :512])
+        logits = query[row].float() @ chosen.T * scale
+        weight = (logits - logits.amax(1, keepdim=True)).exp()
+        made.append(weight @ chosen[:, :512] / weight.sum(1, keepdim=True))
     return torch.stack(made)
 
 

@@ -27,7 +27,8 @@ SCHEDULE = Schedule(
 def log(*, meet: bool = True, signals: tuple[int, int] = (3, 4)) -> list[list[Any]]:
     met = [["meet", "barrier", "barrier meet"]] if meet else []
     return [
-        ["begin", "p3", "read"], ["end", "p3", "read"], ["signals", "barrier", "meet", [signals[0]]], ["begin", "barrier", "meet"],
+        ["begin", "p3", "read"], ["end", "p3", "read"],
+        ["signals", "barrier", "meet", [signals[0]]], ["begin", "barrier", "meet"],
         *met,
         ["end", "barrier", "meet"], ["signals", "barrier", "meet", [signals[1]]], ["begin", "p6", "write"],
         ["end", "p6", "write"],

@@ -233,6 +233,15 @@ def test_the_reader_agrees_and_replays_every_certificate(outcome: Outcome) -> No
     assert "index_select was own_selectors:random_ties" in outcome.record["claim"]
 
 
+def test_the_report_of_a_real_record(outcome: Outcome, tmp_path: Path) -> None:
+    pytest.importorskip("jinja2", reason="the report needs the extra: pip install palimpsest[report]")
+    from palimpsest.report.qualify_html import write_report
+
+    text = write_report(outcome.folder, tmp_path / "report.html").read_text()
+    for words in ("own_selectors:random_ties", "C11 queued replay 3", "exact_tie", "index_history", "tie certificates"):
+        assert words in text, words
+
+
 def _edit(outcome: Outcome, tmp_path: Path, change: Any) -> Path:
     import shutil
 
