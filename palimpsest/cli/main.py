@@ -1,7 +1,8 @@
 """``palimpsest VERB``: the verb table, one module per verb, and what an error looks like.
 
-A verb module has NAME, HELP, ``add_arguments(parser)`` and ``run(args) -> int``, and imports what it needs inside ``run``: ``palimpsest plan``
-must answer without torch. Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 a verdict or a rank failed, 2 the input is wrong.
+A verb module has NAME, HELP, ``add_arguments(parser)`` and ``run(args) -> int``, and imports what it needs inside ``run``:
+``palimpsest plan`` must answer without torch. Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 a verdict or
+a rank failed, 2 the input is wrong.
 """
 
 import argparse

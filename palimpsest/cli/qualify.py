@@ -27,9 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kernel", action="append", default=[], metavar="OP=M:F",
         help="qualify function F of Python module M in place of our kernel for OP; imports M, from this folder too; may be given again for other ops",
     )  # fmt: skip
-    parser.add_argument("--evidence", default="evidence", metavar="FOLDER", help="where evidence folders are kept (default: ./evidence)")
     parser.add_argument(
-        "--self-test-record", metavar="FILE", help="kill matrix that licenses this source (default: the one in the user's cache folder, if any)"
+        "--evidence", default="evidence", metavar="FOLDER", help="where evidence folders are kept (default: ./evidence)"
+    )
+    parser.add_argument(
+        "--self-test-record",
+        metavar="FILE",
+        help="kill matrix that licenses this source (default: the one in the user's cache folder, if any)",
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report as one HTML page (no network)")
     parser.add_argument("--json", action="store_true", help="print the record as JSON on stdout, everything else on stderr")

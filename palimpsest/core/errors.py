@@ -63,8 +63,8 @@ class Unavailable(UserError):
 class RankError(PalimpsestError, RuntimeError):
     """A rank died, passed its deadline, raised, or disagreed with the others.
 
-    ``rank`` and ``phase`` name the first failing rank and where it was. ``secondary`` marks a rank that only saw a peer vanish: whoever
-    watches all ranks reports the cause instead.
+    ``rank`` and ``phase`` name the first failing rank and where it was. ``secondary`` marks a rank that only saw a peer vanish:
+    whoever watches all ranks reports the cause instead.
     """
 
     def __init__(self, message: str, *, rank: int, phase: str, secondary: bool = False):

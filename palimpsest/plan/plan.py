@@ -241,7 +241,7 @@ def _text(value: Any, where: str) -> str:
     if type(value) is not str or len(value) > 1000:
         raise BadConfig(f"plan field {where} is a {type(value).__name__}; a text of at most 1,000 characters is wanted")
     if not value.isprintable():
-        raise BadConfig(f"plan field {where} is {ascii(value[:40])}; a name has no control characters and no lone surrogates")
+        raise BadConfig(f"plan field {where} is {value[:40]!a}; a name has no control characters and no lone surrogates")
     return value
 
 

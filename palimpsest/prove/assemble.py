@@ -61,7 +61,7 @@ def assemble(
         "steps": steps,
         "plan": {name: facts.arrangement_facts(plan, steps) for name, plan in setup.plans.items()},
         "machine": facts.machine_facts(),
-        "libraries": facts.library_facts(),
+        "libraries": facts.installed_facts(),
         "numerics": _numerics(setup),
         "seeds": {"master": setup.job.seed},
         "cases": [_case(setup, case, flags, ranks) for case in setup.cases],

@@ -97,7 +97,7 @@ def environment_facts(environment: Mapping[str, str]) -> tuple[dict[str, str], s
     return {name: environment[name] for name in ENVIRONMENT if name in environment}, whole
 
 
-def library_facts() -> dict[str, dict[str, str | None]]:
+def installed_facts() -> dict[str, dict[str, str | None]]:
     """name -> version and the digest of the distribution's own file list (which holds every file's digest)."""
     facts: dict[str, dict[str, str | None]] = {"python": {"version": platform.python_version(), "sha256": None}}
     for name in LIBRARIES:

@@ -50,9 +50,7 @@ class Sheet:
         shape = {"rows": self.limits.rows, "fixed": width}
         return self.buffer(name, dtype, shape, f"rows x {of or width} x {dtype_bytes(dtype)}")
 
-    def step(
-        self, contract: OpContract, name: str, phase: str, roles: dict[str, str], **params: Any
-    ) -> None:
+    def step(self, contract: OpContract, name: str, phase: str, roles: dict[str, str], **params: Any) -> None:
         """Append a step; ``roles`` maps the contract's roles to full buffer names."""
         self.steps.append(contract.step(self.at + name, phase, roles, **params))
 

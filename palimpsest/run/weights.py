@@ -76,7 +76,7 @@ def fill_tables(arena: Arena, tables: Mapping[str, Sequence[float]]) -> None:
     """Write the ``table`` buffers. Raises BadConfig when the program's tables and ``tables`` differ in names or lengths."""
     wanted = {b.name: b.planes[0].shape for b in arena.program.buffers if b.kind == "table"}
     if {name: (len(values),) for name, values in tables.items()} != wanted:
-        raise BadConfig(f"tables {({n: len(v) for n, v in tables.items()})} given; program {arena.program.name} has {wanted}")
+        raise BadConfig(f"tables { ({n: len(v) for n, v in tables.items()}) } given; program {arena.program.name} has {wanted}")
     for name, values in tables.items():
         arena.view(name).copy_(torch.tensor(values, dtype=torch.float64))
 

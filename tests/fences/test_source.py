@@ -44,7 +44,9 @@ def long_things(name: str, text: str) -> list[str]:
                 found.append(f"{name}:{node.lineno} {node.name} has {length} lines, at most {FUNCTION_LINES}")
             args = [a.arg for a in (*node.args.posonlyargs, *node.args.args) if a.arg not in ("self", "cls")]
             if len(args) > PARAMETERS or len(args) + len(node.args.kwonlyargs) > PARAMETERS + 4:
-                found.append(f"{name}:{node.lineno} {node.name} takes {len(args)} positional of {len(args) + len(node.args.kwonlyargs)}")
+                found.append(
+                    f"{name}:{node.lineno} {node.name} takes {len(args)} positional of {len(args) + len(node.args.kwonlyargs)}"
+                )
     return found
 
 
@@ -58,7 +60,11 @@ def banned_things(name: str, text: str) -> list[str]:
             found.append(f"{name}:{node.lineno} calls {dotted(node.func)}: {BANNED_CALLS[dotted(node.func)]}")
         if isinstance(node, ast.keyword) and node.arg == "shell" and getattr(node.value, "value", None) is True:
             found.append(f"{name}:{node.lineno} shell=True")
-        if isinstance(node, ast.Attribute) and dotted(node) in ("os.environ", "os.getenv", "os.putenv") and not name.startswith(ENVIRONMENT_OK):
+        if (
+            isinstance(node, ast.Attribute)
+            and dotted(node) in ("os.environ", "os.getenv", "os.putenv")
+            and not name.startswith(ENVIRONMENT_OK)
+        ):
             found.append(f"{name}:{node.lineno} reads the environment; only {ENVIRONMENT_OK} may")
         if isinstance(node, ast.ExceptHandler) and (node.type is None or dotted(node.type) in ("Exception", "BaseException")):
             reraises = any(isinstance(n, ast.Raise) for n in ast.walk(node))
@@ -73,7 +79,12 @@ def module_state(name: str, text: str) -> list[str]:
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         for target in targets:
-            if isinstance(target, ast.Name) and not target.id.isupper() and target.id != "__all__" and isinstance(node.value, MUTABLE):
+            if (
+                isinstance(target, ast.Name)
+                and not target.id.isupper()
+                and target.id != "__all__"
+                and isinstance(node.value, MUTABLE)
+            ):
                 found.append(f"{name}:{node.lineno} module-level mutable {target.id}")
     found += [f"{name}:{n.lineno} global {n.names}" for n in ast.walk(tree) if isinstance(n, ast.Global)]
     return found
@@ -106,7 +117,9 @@ def test_planted_violation_is_found(rule, planted: str) -> None:
 
 
 def test_every_file_says_what_its_room_is_for() -> None:
-    silent = [str(p.relative_to(ROOT)) for p in FILES if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))]
+    silent = [
+        str(p.relative_to(ROOT)) for p in FILES if p.read_text().strip() and not ast.get_docstring(ast.parse(p.read_text()))
+    ]
     assert not silent, f"no docstring at the top: {silent}"
 
 

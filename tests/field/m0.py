@@ -27,13 +27,28 @@ FP8 = Formats()
 FP32 = Formats(index="fp32", latent="fp32", activation="fp32", weights="fp32")
 
 
-def geometry(*, topk: int = TOPK, index_heads: int = 2, schedule: tuple[str, ...] = ("full",), rope: str = "half", gate: bool = True) -> Geometry:
+def geometry(
+    *, topk: int = TOPK, index_heads: int = 2, schedule: tuple[str, ...] = ("full",), rope: str = "half", gate: bool = True
+) -> Geometry:
     indexer = Indexer(index_heads, 8, topk, rope, 4 if rope != "none" else 0, 1e-6)
     return Geometry(
-        family="micro", name="m0", hidden=32, layers=len(schedule), heads=4, q_lora=24, kv_lora=16, nope=8,
-        rope=Rope("interleaved" if rope != "none" else "none", 4), v_dim=8, softmax_scale=0.3, latent_norm_eps=1e-6, output_gate=gate,
-        indexer=indexer, schedule=schedule, max_context=TOKENS,
-    )  # fmt: skip
+        family="micro",
+        name="m0",
+        hidden=32,
+        layers=len(schedule),
+        heads=4,
+        q_lora=24,
+        kv_lora=16,
+        nope=8,
+        rope=Rope("interleaved" if rope != "none" else "none", 4),
+        v_dim=8,
+        softmax_scale=0.3,
+        latent_norm_eps=1e-6,
+        output_gate=gate,
+        indexer=indexer,
+        schedule=schedule,
+        max_context=TOKENS,
+    )
 
 
 def limits(**changes: int) -> Limits:
@@ -120,7 +135,9 @@ class Kept:
             self.inner.tap(step, event, **data)
 
 
-def prefill(session: Session, chunks: Sequence[int], rows: torch.Tensor | None = None, *, start: int = 0, before=None, hooks=None, **more) -> Outcome:
+def prefill(
+    session: Session, chunks: Sequence[int], rows: torch.Tensor | None = None, *, start: int = 0, before=None, hooks=None, **more
+) -> Outcome:
     """``chunks`` rows one after the other from token ``start`` on; ``before(session, history, count)`` runs ahead of each.
 
     Ids are dead once attention has read them and their bytes may be reused, so they are copied in time.

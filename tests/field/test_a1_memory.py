@@ -1,5 +1,6 @@
 """Field cases A1: score tiles, workspaces and gathered histories that outgrow what was planned, or grow after the seal."""
 
+import itertools
 import tracemalloc
 from types import SimpleNamespace
 
@@ -33,7 +34,9 @@ def test_1_01_score_tile_is_a_planned_slot_whatever_the_context(model: str) -> N
     layer, formats = geometry.full_layers[0], default_formats(geometry)
     short, long = (recipe_program(geometry, Limits(tokens, 4096, 8), formats, layer) for tokens in (1 << 16, 1 << 20))
     assert scratch_of(short) == scratch_of(long)
-    assert {b.name for b in long.all_buffers if b.name.startswith("scratch:")} or all(s.scratch_name in long.by_name for s in long.steps if s.scratch)
+    assert {b.name for b in long.all_buffers if b.name.startswith("scratch:")} or all(
+        s.scratch_name in long.by_name for s in long.steps if s.scratch
+    )
 
 
 def test_1_01_bytes_do_not_depend_on_the_live_history(m0) -> None:
@@ -217,7 +220,7 @@ def test_1_22_reusable_bytes_grow_by_the_records_alone(m0, reuse: str) -> None:
     """1.22 and 1.23: per token exactly one latent record (20 B), and with reuse off one index record (12 B) more."""
     peaks = [place(m0.program(tokens=tokens), reuse).peak for tokens in (1 << 18, 1 << 19, 1 << 20)]
     slope = 20 if reuse == "on" else 32
-    assert [b - a for a, b in zip(peaks, peaks[1:], strict=False)] == [slope << 18, slope << 19]
+    assert [b - a for a, b in itertools.pairwise(peaks)] == [slope << 18, slope << 19]
 
 
 def test_1_25_a_gather_moves_the_visible_pages_of_one_layer(m0) -> None:
@@ -252,7 +255,9 @@ def test_1_28_one_function_sizes_a_workspace(m0) -> None:
     used: dict[str, int] = {}
 
     def main(session):
-        watch = m0.Watch(after={"*": lambda step, call, chunk: used.update({step.name: max(used.get(step.name, 0), call.scratch.used)})})
+        watch = m0.Watch(
+            after={"*": lambda step, call, chunk: used.update({step.name: max(used.get(step.name, 0), call.scratch.used)})}
+        )
         m0.whole(session, hooks=watch)
 
     m0.run(main)
@@ -264,7 +269,9 @@ def test_1_28_one_function_sizes_a_workspace(m0) -> None:
 def test_1_29_the_addressing_limit_is_part_of_the_budget() -> None:
     """A plan whose offsets pass a kernel's index type is refused while planning, in the name of the buffer."""
     geometry = load_geometry("kimi-k3.1-pro")
-    made = recipe_program(geometry, Limits(1 << 20, 4096, 8), default_formats(geometry).replace(latent="fp32"), geometry.full_layers[0])
+    made = recipe_program(
+        geometry, Limits(1 << 20, 4096, 8), default_formats(geometry).replace(latent="fp32"), geometry.full_layers[0]
+    )
     plan = place(made)
     check(made, plan)
     with pytest.raises(PlanRefused, match="32-bit kernel offset"):

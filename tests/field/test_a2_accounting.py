@@ -148,7 +148,9 @@ def test_2_13_a_small_chunk_writes_what_it_uses(m0) -> None:
 
         gathers = ("gather_index", "gather_latent")
         m0.fill_reusable(session, 0xA5)
-        session.prefill(m0.hidden(5), 0, hooks=m0.Watch(before=dict.fromkeys(gathers, before), after=dict.fromkeys(gathers, after)))
+        session.prefill(
+            m0.hidden(5), 0, hooks=m0.Watch(before=dict.fromkeys(gathers, before), after=dict.fromkeys(gathers, after))
+        )
         return found
 
     for ranks in (1, 2):

@@ -1,6 +1,7 @@
 """Field cases A3: bytes reused too early, stale or never written, and replays that read what another one left."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def fill_words(session, word: int) -> None:
 
 
 def on_queue(made: Program, name: str, *, after: tuple[str, ...] = ()) -> Program:
-    """The same order of steps with ``name`` on a second queue, waiting for ``after``; later steps of the main queue wait for it."""
+    """The same order of steps with ``name`` on a second queue, waiting for ``after``; the next step waits for it."""
     steps, seen = [], False
     for step in made.steps:
         if step.name == name:
@@ -176,10 +177,20 @@ def test_3_10_poison_before_every_replay_changes_nothing(m0, reuse: str, ranks: 
 
 #: what a step leaves behind when it does nothing, and where a caller sees it
 SEEN = {
-    "bind_inputs": "output", "query_latent": "output", "attention_query": "output", "append_latent": "output", "index_query": "output",
-    "append_index": "ids", "gather_history": "output", "index_select": "ids", "exchange_ids": "ids", "sparse_attend": "output",
-    "project_output": "output", "reduce_output": "output", "barrier": "signals",
-}  # fmt: skip
+    "bind_inputs": "output",
+    "query_latent": "output",
+    "attention_query": "output",
+    "append_latent": "output",
+    "index_query": "output",
+    "append_index": "ids",
+    "gather_history": "output",
+    "index_select": "ids",
+    "exchange_ids": "ids",
+    "sparse_attend": "output",
+    "project_output": "output",
+    "reduce_output": "output",
+    "barrier": "signals",
+}
 
 
 @pytest.mark.parametrize("op", SEEN)
@@ -208,7 +219,7 @@ def test_3_11_a_step_that_does_nothing_fails(m0, op: str) -> None:
 
 
 def test_3_11_a_replay_that_does_nothing_fails(m0) -> None:
-    """The output of the replay before is still there when all steps are skipped; cleared first, it is not mistaken for a result."""
+    """The output of the replay before is still there when all steps are skipped; cleared first, it is no result."""
 
     def main(session):
         first = session.prefill(m0.hidden(16), 0, copy=True)
@@ -232,7 +243,7 @@ def test_3_13_staging_has_one_user_at_a_time(m0) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_3_14_queued_replays_with_an_odd_number_of_collectives(m0, ranks: int) -> None:
-    """Three replays in a row, staging spoilt in between, under several schedules: no slot, parity or generation is left behind."""
+    """Three replays in a row, staging spoilt in between, under several schedules: no slot or generation is left behind."""
     right = m0.outcome((16, 16, 16), ranks=ranks)
     for schedule in range(3):
         setup = m0.Setup(seed=schedule, sizes={"ranks": ranks})
@@ -255,7 +266,9 @@ def test_3_16_counters_do_not_accumulate_over_replays(m0) -> None:
 
     def main(session):
         counts = []
-        watch = m0.Watch(after={"index_select": lambda step, call, chunk: counts.append(int(call.view("local_counts", "nans").sum()))})
+        watch = m0.Watch(
+            after={"index_select": lambda step, call, chunk: counts.append(int(call.view("local_counts", "nans").sum()))}
+        )
         rows = m0.hidden(16)
         for broken in (False, True, True, False):
             spoilt = rows.clone()
@@ -294,7 +307,13 @@ def test_3_19_the_checker_finds_what_a_planner_may_forget(m0) -> None:
         return dataclasses.replace(plan, places=places)
 
     scratch = next(s.scratch_name for s in made.steps if s.name == "sparse_attend")
-    for name, onto in (("output", "partial"), ("ids", "latent_history"), ("context", "query"), (scratch, "latent_history"), ("rope", "hidden")):
+    for name, onto in (
+        ("output", "partial"),
+        ("ids", "latent_history"),
+        ("context", "query"),
+        (scratch, "latent_history"),
+        ("rope", "hidden"),
+    ):
         with pytest.raises(PlanRefused, match=r"unsafe plan|segment"):
             check(made, moved(name, onto))
 
@@ -305,7 +324,9 @@ def test_3_20_the_callers_rows_are_read_once(m0) -> None:
 
     def main(session):
         rows = m0.hidden(16)
-        return session.prefill(rows, 0, copy=True, hooks=m0.Watch(after={"bind_inputs": lambda step, call, chunk: rows.fill_(torch.nan)}))
+        return session.prefill(
+            rows, 0, copy=True, hooks=m0.Watch(after={"bind_inputs": lambda step, call, chunk: rows.fill_(torch.nan)})
+        )
 
     assert m0.same(m0.run(main)[0], right)
 
@@ -338,7 +359,7 @@ def test_3_23_two_prepared_sessions_share_no_byte(m0) -> None:
         fill = synthetic(1, tables(m0.geometry()))
         with prepare(made, place(made), comm=comm, fill=fill) as one, prepare(made, place(made), comm=comm, fill=fill) as two:
             spans = sorted(one.arena.ranges() + two.arena.ranges())
-            apart = all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
+            apart = all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
             right = m0.whole(one)
             fill_words(two, WORDS["bytes 7F"])
             return apart, m0.whole(one).same(right), m0.whole(two).same(right)

@@ -40,7 +40,9 @@ def observed(m0, chunks, rows=None, **setup):
 @pytest.mark.parametrize("formats", ["FP8", "FP32"])
 def test_4_01_no_unselected_score_beats_a_selected_one(m0, formats: str) -> None:
     """4.1 and 4.19: on low-contrast rows the selected scores are the largest, and all of their value mass is recalled."""
-    found, scores = observed(m0, (16, 16, 16, 16), low_contrast(m0, 64), formats=getattr(m0, formats), made=m0.geometry(rope="none"))
+    found, scores = observed(
+        m0, (16, 16, 16, 16), low_contrast(m0, 64), formats=getattr(m0, formats), made=m0.geometry(rope="none")
+    )
     buckets = 0
     for row, ids in enumerate(found.sets()):
         values = scores.rows[row]
@@ -138,11 +140,15 @@ def test_4_05_lengths_are_never_negative(m0) -> None:
     m0.run(negative, made=m0.geometry(schedule=("full", "shared")), layer=1)
 
 
-@pytest.mark.parametrize(("model", "latent", "fits"), [("kimi-k3.1-pro", "fp8", True), ("deepseek-v3.2", "bf16", True), ("glm-5.2", "fp32", False)])
+@pytest.mark.parametrize(
+    ("model", "latent", "fits"), [("kimi-k3.1-pro", "fp8", True), ("deepseek-v3.2", "bf16", True), ("glm-5.2", "fp32", False)]
+)
 def test_4_07_offsets_at_a_million_tokens_fit_their_index_type(model: str, latent: str, fits: bool) -> None:
     """By arithmetic, without the memory: the largest byte offset of any record of a 1M context against int32 and int64."""
     geometry = load_geometry(model)
-    made = recipe_program(geometry, Limits(1 << 20, 4096, 8), default_formats(geometry).replace(latent=latent), geometry.full_layers[0])
+    made = recipe_program(
+        geometry, Limits(1 << 20, 4096, 8), default_formats(geometry).replace(latent=latent), geometry.full_layers[0]
+    )
     plan = place(made)
     check(made, plan)
     largest = max(p.stop - 1 for p in plan.places if p.kind != "weights")
@@ -207,7 +213,9 @@ def test_4_11_scores_are_weighted_sums_of_relus_over_heads(m0) -> None:
     kept = {}
 
     def look(step, call, chunk):
-        kept[chunk.history] = tuple(t.double().clone() for t in (call.view("index_history", "keys"), call.view("index_query"), call.view("head_weights")))
+        kept[chunk.history] = tuple(
+            t.double().clone() for t in (call.view("index_history", "keys"), call.view("index_query"), call.view("head_weights"))
+        )
 
     scores = m0.Scores()
 
@@ -258,7 +266,7 @@ def test_4_14_fewer_tokens_than_topk(m0) -> None:
 def test_4_16_ids_are_tokens_of_the_request_whatever_the_chunk(m0, start: int) -> None:
     """A chunk that begins at token 5 reports the same coordinates as one that began at 0: tokens, not columns of the chunk."""
     found, scores = observed(m0, tuple([16] * (start // 16)) + ((start % 16, 11) if start % 16 else (16,)))
-    one = m0.outcome(tuple([16] * (start // 16)) + ((16,) if start % 16 else (16,)))
+    one = m0.outcome(tuple([16] * (start // 16)) + (16,))
     assert found.same(one)
     assert any(min(ids) < start for ids in found.sets()[start:])
     for row, ids in enumerate(found.sets()):
@@ -266,7 +274,7 @@ def test_4_16_ids_are_tokens_of_the_request_whatever_the_chunk(m0, start: int) -
 
 
 def test_4_17_structural_ties_go_to_the_lowest_ids(m0) -> None:
-    """Two index heads leave exact zeros by themselves: rows whose cutoff lies in that plateau select by the rule, on all ranks."""
+    """Two index heads leave exact zeros by themselves: rows whose cutoff lies in them select by the rule, on all ranks."""
     chunkings = [m0.plain(context) for context in CONTEXTS]
     found = {}
 

@@ -98,7 +98,9 @@ def test_5_08_round_robin_pages_with_chunks_that_do_not_divide(m0, ranks: int) -
     for tokens in range(64):
         held = [local_tokens(rank, ranks, tokens, 4) for rank in range(ranks)]
         assert sum(held) == tokens
-        assert held == [sum(stop - start for start, stop, _ in token_ranges(rank, ranks, 0, tokens, page=4)) for rank in range(ranks)]
+        assert held == [
+            sum(stop - start for start, stop, _ in token_ranges(rank, ranks, 0, tokens, page=4)) for rank in range(ranks)
+        ]
 
 
 def test_two_rank_slices_even_uneven_and_empty(m0) -> None:

@@ -44,7 +44,9 @@ def test_6_05_every_prepared_token_is_addressable(m0, ranks: int) -> None:
 
     def main(session):
         seen = []
-        look = {"sparse_attend": lambda step, call, chunk: seen.append(bool(call.view("latent_history")[chunk.visible - 1].any()))}
+        look = {
+            "sparse_attend": lambda step, call, chunk: seen.append(bool(call.view("latent_history")[chunk.visible - 1].any()))
+        }
         found = m0.whole(session, hooks=m0.Watch(before=look))
         return seen, bool(found.output.isfinite().all())
 
@@ -88,7 +90,9 @@ def test_6_07_a_partial_chunk_writes_its_own_records_only(m0, start: int) -> Non
             for name, width in (("index_cache", None), ("latent_cache", 20)):
                 old, new = before[name], session.arena.view(name)
                 touched = (old != new).any(1).nonzero().flatten().tolist()
-                found.append(all(start // 4 <= page <= (start + rows - 1) // 4 for page in touched) and (bool(touched) == bool(rows)))
+                found.append(
+                    all(start // 4 <= page <= (start + rows - 1) // 4 for page in touched) and (bool(touched) == bool(rows))
+                )
                 if width and rows % 4:
                     page = (start + rows - 1) // 4
                     found.append(bool((new[page].view(4, width)[rows % 4 :] == old[page].view(4, width)[rows % 4 :]).all()))
@@ -137,7 +141,7 @@ def test_6_11_the_contexts_of_the_matrix_cross_topk(m0) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_starts_and_row_counts_on_one_sealed_plan(m0, ranks: int) -> None:
-    """The matrix row: starts 0, 16, 48 with 16, 15, 3, 1, 0 and again 16 rows on one sealed plan; C is accepted, C + 1 refused."""
+    """The matrix row: starts 0, 16, 48 with 16, 15, 3, 1, 0, 16 rows on one sealed plan; C is accepted, C + 1 refused."""
     whole = m0.outcome()
 
     def main(session):

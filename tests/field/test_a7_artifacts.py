@@ -1,4 +1,4 @@
-"""Field cases A7: a plan that is written, read again, and used for something else. Plans and evidence are what is serialised here."""
+"""Field cases A7: a plan that is written, read again, and used for something else."""
 
 import dataclasses
 import json
@@ -25,9 +25,11 @@ from palimpsest.plan.plan import Plan
 from palimpsest.run.arena import Arena
 tree = json.load(sys.stdin)
 pairs = lambda items: tuple(tuple(item) for item in items)
-buffers = tuple(Buffer(**{**b, "planes": tuple(Plane(p["name"], p["dtype"], tuple(p["shape"]), tuple(p["axes"])) for p in b["planes"])})
+planes = lambda b: tuple(Plane(p["name"], p["dtype"], tuple(p["shape"]), tuple(p["axes"])) for p in b["planes"])
+buffers = tuple(Buffer(**{**b, "planes": planes(b)})
                 for b in tree["buffers"])
-steps = tuple(Step(**{**s, **{k: pairs(s[k]) for k in ("reads", "writes", "updates", "params")}, "after": tuple(s["after"])}) for s in tree["steps"])
+lists = ("reads", "writes", "updates", "params")
+steps = tuple(Step(**{**s, **{k: pairs(s[k]) for k in lists}, "after": tuple(s["after"])}) for s in tree["steps"])
 rest = {k: tuple(tree[k]) for k in ("histories", "inputs", "outputs")}
 program = Program(tree["name"], Limits(**tree["limits"]), buffers, steps, **rest)
 arena = Arena(program, Plan.from_json(tree["plan"]))
@@ -43,9 +45,13 @@ def test_7_01_a_plan_of_other_sizes_is_refused_by_field(m0) -> None:
     plan = Plan.from_json(place(made).to_json())
     check(made, plan)
     others = {
-        "tokens": m0.program(tokens=96), "topk": m0.program(m0.geometry(topk=9)), "dtype": m0.program(formats=Formats(latent="bf16")),
-        "rows": m0.program(rows=15), "ranks": m0.program(ranks=2), "heads": m0.program(m0.geometry(index_heads=4)),
-    }  # fmt: skip
+        "tokens": m0.program(tokens=96),
+        "topk": m0.program(m0.geometry(topk=9)),
+        "dtype": m0.program(formats=Formats(latent="bf16")),
+        "rows": m0.program(rows=15),
+        "ranks": m0.program(ranks=2),
+        "heads": m0.program(m0.geometry(index_heads=4)),
+    }
     for what, other in others.items():
         with pytest.raises(PlanRefused, match=r"the plan gives \S+ bytes \d+; program m0/layer0 declares \d+") as caught:
             check(other, plan)
@@ -79,7 +85,9 @@ def test_7_02_an_overlap_survives_the_file_and_a_fresh_process(m0) -> None:
     text = json.dumps({**plain(made), "plan": plan.to_json()})
     text = json.dumps({k: v for k, v in json.loads(text).items() if k != "facts"})
     root = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", OVERLAP], input=text, capture_output=True, text=True, timeout=120, cwd=root, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", OVERLAP], input=text, capture_output=True, text=True, timeout=120, cwd=root, check=False
+    )
     assert done.returncode == 0, done.stderr
     at, shared, whole = map(int, done.stdout.split())
     assert at == plan.by_name["index_history"].offset - plan.by_name["latent_history"].offset == 0
@@ -95,7 +103,7 @@ def test_7_02_a_cut_plan_is_refused_at_every_byte(m0) -> None:
 
 
 def test_7_02_a_changed_byte_in_any_field_is_refused(m0) -> None:
-    """Every value of the text changed in turn: the reader or the checker refuses, or it was the placer's name, which binds nothing.
+    """Every value of the text changed in turn: reader or checker refuses, or it was the placer's name, which binds nothing.
 
     Numbers change by one cache line: a segment may end up to one line behind its last buffer.
     """
@@ -177,6 +185,8 @@ def test_7_05_planning_needs_no_device_and_no_tensor_library() -> None:
         "from palimpsest.core.spec import Limits\nfrom palimpsest.plan.place import place\n"
         "g = load_geometry('glm-5.2')\nprint(place(program(g, Limits(65536, 4096, 8), default_formats(g), 0)).total)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0

@@ -59,12 +59,13 @@ def fuzz(target: Target, inputs: int, seed: int, escapes: list[dict[str, str]]) 
             counts["accepted"] += 1
         except (UserError, EvidenceError):
             counts["refused"] += 1
-        except (Exception, TooSlow) as error:  # whatever it is, it is the finding
+        except (Exception, TooSlow) as error:  # noqa: BLE001 whatever it is, it is the finding
             counts["escaped"] += 1
             if len(escapes) < MOST_ESCAPES:
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 shown = data[:300].decode("latin-1")
-                escapes.append({"target": target.name, "error": f"{type(error).__name__}: {error}"[:300], "at": f"{where.name}:{where.lineno}", "input": shown})
+                what = f"{type(error).__name__}: {error}"[:300]
+                escapes.append({"target": target.name, "error": what, "at": f"{where.name}:{where.lineno}", "input": shown})
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
     return counts
@@ -91,7 +92,8 @@ def main() -> int:
         counts[target.name] = fuzz(target, math.ceil(args.inputs * target.share / shares), args.seed, escapes)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     total = sum(c["inputs"] for c in counts.values())
-    print(json.dumps({"seed": args.seed, "inputs": total, "seconds": round(time.monotonic() - started, 1), "grown_kib": grown, "targets": counts, "escapes": escapes}, indent=1))
+    head = {"seed": args.seed, "inputs": total, "seconds": round(time.monotonic() - started, 1), "grown_kib": grown}
+    print(json.dumps({**head, "targets": counts, "escapes": escapes}, indent=1))
     return 1 if escapes else 0
 
 

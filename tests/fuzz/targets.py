@@ -1,6 +1,7 @@
 """What is fuzzed: every reader of a file from strangers, as a function of bytes. Standard library and the readers only."""
 
 import atexit
+import contextlib
 import hashlib
 import json
 import os
@@ -93,7 +94,8 @@ def toy() -> Program:
     def buffer(name: str, nbytes: int, kind: str = "reusable") -> Buffer:
         return Buffer(name, kind, (Plane(name, "u8", (nbytes,), ("fixed",)),), str(nbytes))
 
-    buffers = (buffer("cache", 640, "persistent"), buffer("index_history", 128), buffer("ids", 64), buffer("latent_history", 640), buffer("output", 64))
+    sizes = {"index_history": 128, "ids": 64, "latent_history": 640, "output": 64}
+    buffers = (buffer("cache", 640, "persistent"), *(buffer(name, size) for name, size in sizes.items()))
     steps = (
         Step("gather_index", "g", "p2", reads=(("c", "cache"),), writes=(("h", "index_history"),)),
         Step("select", "s", "p4", reads=(("h", "index_history"),), writes=(("i", "ids"),), scratch=64),
@@ -146,14 +148,13 @@ class Evidence:
 
     def read_record(self, data: bytes) -> object:
         """The record, in canonical form when it can be."""
-        try:
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             data = (canonical(json.loads(data)) + "\n").encode()
-        except (ValueError, TypeError, RecursionError):
-            pass
         return self.whole(record_json=data)
 
     def read_flags(self, data: bytes) -> object:
-        return self._with(data, "flags_jsonl", flags=self.record["flags"] | {"sha256": hashlib.sha256(data).hexdigest(), "cells": data.count(b"\n")})
+        fits = {"sha256": hashlib.sha256(data).hexdigest(), "cells": data.count(b"\n")}
+        return self._with(data, "flags_jsonl", flags=self.record["flags"] | fits)
 
     def read_ties(self, data: bytes) -> object:
         """Certificates, with counts in the record that fit the first of them."""
@@ -176,10 +177,12 @@ def targets(folder: Path | None, tie: bytes | None) -> list[Target]:
     plan, read_plan = plan_reader()
     file, read_file = plan_file_reader()
     configs = tuple(path.read_bytes() for path in sorted(preset_folder().glob("*.json")))
-    index = {"metadata": {"total_size": 41}, "weight_map": {f"model.layers.{i}.x": f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)}}
+    texts = tuple(s[8 : 8 + int.from_bytes(s[:8], "little")] for s in SHARDS)
+    names = {f"model.layers.{i}.x": f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)}
+    index = {"metadata": {"total_size": 41}, "weight_map": names}
     found = [
         Target("header", SHARDS, lambda data: read_header(memory.put(data), "x.safetensors"), 36, json=False),
-        Target("header text", tuple(s[8 : 8 + int.from_bytes(s[:8], "little")] for s in SHARDS), lambda data: read_header(memory.put(framed(data)), "x.safetensors"), 20),
+        Target("header text", texts, lambda data: read_header(memory.put(framed(data)), "x.safetensors"), 20),
         Target("index", (json.dumps(index).encode(),), parse_index, 20),
         Target("config", configs, read_config, 14),
         Target("plan", (plan,), read_plan, 8),
@@ -221,7 +224,8 @@ def tie_counts(data: bytes) -> dict[str, int]:
 def read_ties(data: bytes, record: dict[str, Any]) -> object:
     """Certificates against the one cell they may belong to."""
     cells = {("C03", 0, "K4"): {"verdict": "PASS"}}
-    return check_certificates(evidence._lines(data, "ties.jsonl", None), record | {"selection": record["selection"] | tie_counts(data)}, cells)
+    fits = record | {"selection": record["selection"] | tie_counts(data)}
+    return check_certificates(evidence._lines(data, "ties.jsonl", None), fits, cells)
 
 
 def framed(text: bytes) -> bytes:

@@ -10,12 +10,27 @@ import pytest
 
 HERE = Path(__file__).parent
 #: readers and the least number of inputs each must see
-TARGETS = {"header": 50_000, "header text": 30_000, "index": 30_000, "config": 20_000, "plan": 10_000, "plan file": 4_000, "flag lines": 5_000,
-           "tie lines": 4_000, "record text": 1_000, "record": 100, "flags": 50, "ties": 50, "manifest": 50}  # fmt: skip
+TARGETS = {
+    "header": 50_000,
+    "header text": 30_000,
+    "index": 30_000,
+    "config": 20_000,
+    "plan": 10_000,
+    "plan file": 4_000,
+    "flag lines": 5_000,
+    "tie lines": 4_000,
+    "record text": 1_000,
+    "record": 100,
+    "flags": 50,
+    "ties": 50,
+    "manifest": 50,
+}
 
 
 def python(*words: str, timeout: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout, cwd=HERE.parents[1], check=False)
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=timeout, cwd=HERE.parents[1], check=False
+    )
 
 
 @pytest.mark.timeout(900)

@@ -1,7 +1,7 @@
 """The attention sublayer in fp64 with a derived bound for an fp32 evaluation, along both roads that implementations take.
 
-``expanded``: keys and values of every token are formed first (transformers). ``absorbed``: the key up-projection is folded into the query and the
-value up-projection applied after the weighted sum (ours). Same exact value, different roundings.
+``expanded``: keys and values of every token are formed first (transformers). ``absorbed``: the key up-projection is folded into the
+query and the value up-projection applied after the weighted sum (ours). Same exact value, different roundings.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class BoundedLayer:
 
     def index_scores(self) -> Bounded:
         """Unquantised index scores [tokens, tokens], before causality."""
-        g, w, ix = self.g, self.w, self.g.indexer
+        w, ix = self.w, self.g.indexer
         tokens = len(self.angle)
         q = linear(self.q_latent, w["index_q"]).reshape(tokens, ix.heads, ix.dim)
         k = layer_norm(linear(self.hidden, w["index_k"]), w["index_k_norm"], w["index_k_norm_bias"], ix.norm_eps)

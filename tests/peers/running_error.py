@@ -1,7 +1,8 @@
 """Running error analysis: every value carries a bound on how far an fp32 evaluation in any summation order may be from it.
 
-Values are fp64 (their own error, about 1e-16, is far below one fp32 roundoff and is covered by the +1 terms). Rules: Higham, Accuracy and Stability of
-Numerical Algorithms, 2nd ed., chapters 3 and 4; sums of n terms in any order obey (n-1)u (Rump, Bunger, Jeannerod 2016). No constant is chosen here.
+Values are fp64 (their own error, about 1e-16, is far below one fp32 roundoff and is covered by the +1 terms). Rules: Higham,
+Accuracy and Stability of Numerical Algorithms, 2nd ed., chapters 3 and 4; sums of n terms in any order obey (n-1)u (Rump, Bunger,
+Jeannerod 2016). No constant is chosen here.
 """
 
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def layer_norm(x: Bounded, weight: np.ndarray, bias: np.ndarray, eps: float) -> 
 
 
 def rope(x: Bounded, angle: np.ndarray, layout: str) -> Bounded:
-    """Rotate the last axis by the fp32 ``angle`` [..., dims/2]; cos and sin carry at most 2 ulp (4 u), products and the sum 1 u each."""
+    """Rotate the last axis by the fp32 ``angle`` [..., dims/2]; cos and sin carry at most 2 ulp (4 u), products and sums 1 u."""
     cos, sin = np.cos(angle), np.sin(angle)
     half = x.value.shape[-1] // 2
     first, second = (slice(0, half), slice(half, None)) if layout == "half" else (slice(0, None, 2), slice(1, None, 2))
@@ -110,7 +111,9 @@ def attend(logits: Bounded, values: Bounded, mask: np.ndarray) -> Bounded:
     exponent = delta + delta.max(-1, keepdims=True) + U * np.where(mask, top - logits.value + 2 * delta, 0.0)
     eta = np.where(mask, np.expm1(exponent) + 4 * U * np.exp(exponent), 0.0)
     out = p @ values.value
-    spread = np.einsum("...n,...nd->...d", p * eta, np.abs(values.value[..., None, :, :]) if values.value.ndim > p.ndim else np.abs(values.value))
+    spread = np.einsum(
+        "...n,...nd->...d", p * eta, np.abs(values.value[..., None, :, :]) if values.value.ndim > p.ndim else np.abs(values.value)
+    )
     spread = spread + np.abs(out) * (p * eta).sum(-1, keepdims=True)
     sums = (1 + U) ** (2 * n + 4) - 1  # weighted sum, row sum, quotient, and P stored in fp32
     weight = p * (1 + eta)

@@ -1,8 +1,8 @@
-"""The attention sublayers of a generated DeepSeek-V3.2 and a GLM checkpoint, ours beside transformers': same selected sets, outputs within the bound.
+"""Attention sublayers of generated DeepSeek-V3.2 and GLM checkpoints, ours beside transformers': same sets, outputs within bound.
 
-Both run in fp32 with unquantised records, so the only differences are roundings; ``bounded_layer`` derives how large those can be on either road. The
-inputs of every layer are the normed hidden rows that transformers itself computed, so an error cannot hide in an earlier layer. Contexts lie below, at
-and above top-k; ours runs in one shot and in ragged chunks, on one rank and on two.
+Both run in fp32 with unquantised records, so the only differences are roundings; ``bounded_layer`` derives how large those can be
+on either road. The inputs of every layer are the normed hidden rows that transformers itself computed, so an error cannot hide in
+an earlier layer. Contexts lie below, at and above top-k; ours runs in one shot and in ragged chunks, on one rank and on two.
 """
 
 from pathlib import Path
@@ -27,7 +27,18 @@ pytestmark = pytest.mark.peer
 TOPK, PAGE = 32, 16
 EXACT = Formats(index="fp32", latent="fp32", activation="fp32", weights="fp32")
 #: 32 index heads: an exactly zero score, and so a tie that no bound could settle, needs all of them to reject a token
-SIZES = {"topk": TOPK, "kv_lora": 32, "rope": 8, "nope": 8, "v": 16, "index_dim": 16, "index_heads": 32, "hidden": 32, "heads": 4, "q_lora": 16}
+SIZES = {
+    "topk": TOPK,
+    "kv_lora": 32,
+    "rope": 8,
+    "nope": 8,
+    "v": 16,
+    "index_dim": 16,
+    "index_heads": 32,
+    "hidden": 32,
+    "heads": 4,
+    "q_lora": 16,
+}
 
 
 @pytest.fixture(scope="module", params=["tiny-dsv32", "tiny-glm"])
@@ -63,7 +74,9 @@ def theirs(model, tokens: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def ours(folder: Path, g: Geometry, layer: int, hidden: torch.Tensor, chunks: list[int], ranks: int, selected) -> dict[str, torch.Tensor]:
+def ours(
+    folder: Path, g: Geometry, layer: int, hidden: torch.Tensor, chunks: list[int], ranks: int, selected
+) -> dict[str, torch.Tensor]:
     """Output rows, ids and counts of one layer, chunk by chunk."""
     tokens = -(-max(len(hidden), TOPK) // PAGE) * PAGE
     limits = Limits(tokens, max(chunks), ranks, PAGE)
@@ -91,7 +104,8 @@ def ours(folder: Path, g: Geometry, layer: int, hidden: torch.Tensor, chunks: li
 
 def numpy_weights(folder: Path, g: Geometry, layer: int) -> dict[str, np.ndarray]:
     names = {
-        "q_a": "q_a_proj.weight", "q_a_norm": "q_a_layernorm.weight", "q_b": "q_b_proj.weight", "kv_a": "kv_a_proj_with_mqa.weight",
+        "q_a": "q_a_proj.weight",
+        "q_a_norm": "q_a_layernorm.weight", "q_b": "q_b_proj.weight", "kv_a": "kv_a_proj_with_mqa.weight",
         "kv_a_norm": "kv_a_layernorm.weight", "kv_b": "kv_b_proj.weight", "o": "o_proj.weight",
     }  # fmt: skip
     if g.schedule[layer] == "full":
@@ -158,5 +172,7 @@ def test_the_bound_sees_one_wrong_token(peer) -> None:
     row = tokens - 1
     out, into = np.flatnonzero(mask[row])[0], np.flatnonzero(~mask[row])[0]
     mask[row, out], mask[row, into] = False, True
-    exact = BoundedLayer(g, numpy_weights(folder, g, 0), record["hidden"].numpy(), np.array(recipes.tables(g)["inv_freq"])).output(mask, "expanded")
+    exact = BoundedLayer(
+        g, numpy_weights(folder, g, 0), record["hidden"].numpy(), np.array(recipes.tables(g)["inv_freq"])
+    ).output(mask, "expanded")
     assert np.any(np.abs(record["output"].double().numpy() - exact.value)[row] > exact.bound[row])

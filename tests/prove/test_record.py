@@ -110,9 +110,9 @@ def test_a_package_digest_follows_its_bytes(tmp_path: Path) -> None:
     assert record.package_digest(tmp_path) != first
 
 
-def test_machine_and_library_facts_are_scalars() -> None:
+def test_machine_and_installed_facts_are_scalars() -> None:
     assert all(isinstance(v, (str, int)) for v in record.machine_facts().values())
-    assert {"python", "torch", "numpy"} <= set(record.library_facts())
+    assert {"python", "torch", "numpy"} <= set(record.installed_facts())
 
 
 def test_paths_are_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

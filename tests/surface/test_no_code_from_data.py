@@ -1,4 +1,4 @@
-"""No unpickling, no code and no archive from a file: the whole package, by its syntax trees, with a planted violation of each kind."""
+"""No unpickling, no code and no archive from a file: the whole package, by its syntax trees, and planted faults."""
 
 import ast
 import json
@@ -20,16 +20,65 @@ ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "palimpsest").rglob("*.py"))
 #: modules that turn bytes into objects or code, unpack archives, or reach the network
 MODULES = {
-    "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "zipfile", "tarfile", "yaml", "multiprocessing", "imp",
-    "runpy", "code", "urllib.request", "requests", "httpx", "huggingface_hub", "transformers", "torch.hub", "torch.package",
-}  # fmt: skip
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "zipfile",
+    "tarfile",
+    "yaml",
+    "multiprocessing",
+    "imp",
+    "runpy",
+    "code",
+    "urllib.request",
+    "requests",
+    "httpx",
+    "huggingface_hub",
+    "transformers",
+    "torch.hub",
+    "torch.package",
+}
 CALLS = {
-    "torch.load", "torch.save", "torch.jit.load", "torch.hub.load", "np.load", "numpy.load", "eval", "exec", "compile", "__import__",
-    "os.system", "os.popen", "os.execv", "subprocess.getoutput", "pickle.loads", "marshal.loads", "torch.distributed.send_object_list",
-    "dist.all_gather_object", "dist.broadcast_object_list", "dist.gather_object", "dist.scatter_object_list", "dist.recv_object_list",
-}  # fmt: skip
+    "torch.load",
+    "torch.save",
+    "torch.jit.load",
+    "torch.hub.load",
+    "np.load",
+    "numpy.load",
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "os.execv",
+    "subprocess.getoutput",
+    "pickle.loads",
+    "marshal.loads",
+    "torch.distributed.send_object_list",
+    "dist.all_gather_object",
+    "dist.broadcast_object_list",
+    "dist.gather_object",
+    "dist.scatter_object_list",
+    "dist.recv_object_list",
+}
 #: where a module is imported by a name that is not written there: our own tables, and what the user typed after --kernel
-DYNAMIC = {"cli/main.py", "kernels/table.py", "recipes/table.py", "ranks/template.py", "prove/foreign.py", "plan/omni.py", "report/picture.py", "api.py", "__init__.py"}
+DYNAMIC = {
+    "cli/main.py",
+    "kernels/table.py",
+    "recipes/table.py",
+    "ranks/template.py",
+    "prove/foreign.py",
+    "plan/omni.py",
+    "report/picture.py",
+    "api.py",
+    "__init__.py",
+}
 
 
 def dotted(node: ast.AST) -> str:
@@ -55,7 +104,11 @@ def _bad_call(where: str, name: str, node: ast.Call) -> list[str]:
     called = dotted(node.func)
     if called in CALLS:
         return [f"{where} calls {called}"]
-    if called.endswith(("import_module", "spec_from_file_location")) and name not in DYNAMIC and not isinstance(node.args[0], ast.Constant):
+    if (
+        called.endswith(("import_module", "spec_from_file_location"))
+        and name not in DYNAMIC
+        and not isinstance(node.args[0], ast.Constant)
+    ):
         return [f"{where} imports a module by a computed name"]
     if called.endswith((".recv", ".recv_obj")) and not called.startswith(("dist.", "torch.distributed.")):
         return [f"{where} calls {called}, which may unpickle"]
@@ -76,29 +129,54 @@ def test_the_package_follows() -> None:
 @pytest.mark.parametrize(
     "planted",
     [
-        "import pickle", "from pickle import loads", "import torch\ntorch.load('x')", "import numpy as np\nnp.load('x', allow_pickle=True)",
-        "from multiprocessing.connection import Client", "import zipfile", "import transformers", "eval('1')", "connection.recv()",
-        "import importlib\nimportlib.import_module(name)", "import subprocess\nsubprocess.run('ls', shell=True)",
-        "import subprocess\nsubprocess.run(f'ls {x}')", "import os\nos.system('ls')", "from torch import distributed as dist\ndist.all_gather_object(a, b)",
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "from multiprocessing.connection import Client",
+        "import zipfile",
+        "import transformers",
+        "eval('1')",
+        "connection.recv()",
+        "import importlib\nimportlib.import_module(name)",
+        "import subprocess\nsubprocess.run('ls', shell=True)",
+        "import subprocess\nsubprocess.run(f'ls {x}')",
+        "import os\nos.system('ls')",
+        "from torch import distributed as dist\ndist.all_gather_object(a, b)",
     ],
-)  # fmt: skip
+)
 def test_a_planted_violation_is_found(planted: str) -> None:
     assert violations("run/planted.py", planted)
 
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A good checkpoint that asks for code of its own, everywhere a loader could look for it; and the marker that code would make."""
+    """A good checkpoint that asks for code of its own, everywhere a loader could look; and the marker it would make."""
     root = make("tiny-dsv32", tmp_path_factory.mktemp("hostile") / "model")
     marker = root / "marker"
     code = f"open({str(marker)!r}, 'w').write('ran')\n"
-    for name in ("modeling_x.py", "configuration_x.py", "__init__.py", "conftest.py", "sitecustomize.py", "torch.py", "numpy.py", "json.py"):
+    for name in (
+        "modeling_x.py",
+        "configuration_x.py",
+        "__init__.py",
+        "conftest.py",
+        "sitecustomize.py",
+        "torch.py",
+        "numpy.py",
+        "json.py",
+    ):
         (root / name).write_text(code)
     config = json.loads((root / "config.json").read_text())
     config |= {
-        "auto_map": {"AutoConfig": "configuration_x.X", "AutoModel": "modeling_x.X", "AutoModelForCausalLM": "someone/repo--modeling_x.X"},
-        "trust_remote_code": True, "custom_pipelines": {"x": {"impl": "modeling_x.X"}}, "_attn_implementation": "modeling_x",
-    }  # fmt: skip
+        "auto_map": {
+            "AutoConfig": "configuration_x.X",
+            "AutoModel": "modeling_x.X",
+            "AutoModelForCausalLM": "someone/repo--modeling_x.X",
+        },
+        "trust_remote_code": True,
+        "custom_pipelines": {"x": {"impl": "modeling_x.X"}},
+        "_attn_implementation": "modeling_x",
+    }
     (root / "config.json").write_text(json.dumps(config))
     return root, marker
 
@@ -122,7 +200,9 @@ def test_auto_map_never_runs_from_the_command_line(hostile: tuple[Path, Path], v
     """Even with the checkpoint's folder as the working directory."""
     root, marker = hostile
     words = [sys.executable, "-P", "-m", "palimpsest.cli.main", verb[0], ".", *verb[1:]]
-    done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    done = subprocess.run(
+        words, cwd=root, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert not marker.exists()
 
@@ -134,8 +214,12 @@ def test_auto_map_never_runs_in_a_qualification(hostile: tuple[Path, Path], tmp_
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(("name", "start"), [("pytorch_model.bin", b"\x80\x02"), ("model.pt2", b"PK\x03\x04"), ("model.npy", b"\x93NUMPY")])
-def test_other_formats_are_refused_by_name_and_by_magic(hostile: tuple[Path, Path], tmp_path: Path, name: str, start: bytes) -> None:
+@pytest.mark.parametrize(
+    ("name", "start"), [("pytorch_model.bin", b"\x80\x02"), ("model.pt2", b"PK\x03\x04"), ("model.npy", b"\x93NUMPY")]
+)
+def test_other_formats_are_refused_by_name_and_by_magic(
+    hostile: tuple[Path, Path], tmp_path: Path, name: str, start: bytes
+) -> None:
     """As the only weights, and under a safetensors name: pickles, exported programs, NumPy files."""
     folder = tmp_path / "model"
     folder.mkdir()

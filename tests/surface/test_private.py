@@ -18,7 +18,19 @@ from palimpsest.prove.qualify import Request, prepare_setup
 
 ROOT = Path(__file__).parents[2]
 #: audit events that a reader of files may not raise; open() is looked at by mode
-FORBIDDEN = ("socket.", "subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "pickle.", "os.remove", "os.rename", "os.mkdir", "shutil.")
+FORBIDDEN = (
+    "socket.",
+    "subprocess.",
+    "os.system",
+    "os.exec",
+    "os.fork",
+    "os.posix_spawn",
+    "pickle.",
+    "os.remove",
+    "os.rename",
+    "os.mkdir",
+    "shutil.",
+)
 AUDITED = """
 import json, sys
 seen = []
@@ -38,7 +50,9 @@ print("AUDIT", json.dumps([code, seen]), file=sys.stderr)
 def audited(words: list[str], cwd: Path) -> tuple[int, list[str]]:
     code = AUDITED % (FORBIDDEN, words)
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120, env=env, check=False)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120, env=env, check=False
+    )
     line = next((line for line in done.stderr.splitlines() if line.startswith("AUDIT ")), None)
     assert line, done.stderr
     return tuple(json.loads(line[6:]))
@@ -102,20 +116,33 @@ def test_working_folders_are_private_whatever_the_umask(open_umask, tmp_path: Pa
 
 def test_an_evidence_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     root = tmp_path / "evidence"
-    with pytest.raises(KeyboardInterrupt), EvidenceFolder(root, new_run_id()) as folder:
-        folder.write("record.json", "{}")
-        assert [p.name for p in root.iterdir()] == [folder.work.name]
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with EvidenceFolder(root, new_run_id()) as folder:
+            folder.write("record.json", "{}")
+            assert [p.name for p in root.iterdir()] == [folder.work.name]
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert not root.exists()
 
 
 def test_no_unlisted_variable_and_no_absolute_path_in_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secret = {"SECRET": "hunter2", "AWS_SECRET_ACCESS_KEY": "wJalrXUt", "HF_TOKEN": "hf_abc", "OMP_NUM_THREADS": "1", "HOME": "/home/someone"}
+    secret = {
+        "SECRET": "hunter2",
+        "AWS_SECRET_ACCESS_KEY": "wJalrXUt",
+        "HF_TOKEN": "hf_abc",
+        "OMP_NUM_THREADS": "1",
+        "HOME": "/home/someone",
+    }
     listed, digest = record.environment_facts(secret)
     assert listed == {"OMP_NUM_THREADS": "1"}
     assert len(digest) == 64
     monkeypatch.chdir(tmp_path)
-    text = json.dumps([record.machine_facts(), record.library_facts(), record.source_facts(), record.relative_folder(tmp_path / "x"), listed])
+    text = json.dumps(
+        [record.machine_facts(), record.installed_facts(), record.source_facts(), record.relative_folder(tmp_path / "x"), listed]
+    )
     for value in ("hunter2", "wJalrXUt", "hf_abc", "/home/someone", str(tmp_path), str(Path.home()) + "/"):
         assert value not in text
     assert record.relative_folder(Path("/elsewhere/model")) == "model"
