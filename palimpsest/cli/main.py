@@ -21,6 +21,7 @@ VERBS = {
     "qualify": "palimpsest.cli.qualify",
     "verify": "palimpsest.cli.verify",
     "report": "palimpsest.cli.report",
+    "prepare": "palimpsest.cli.prepare",
 }
 
 

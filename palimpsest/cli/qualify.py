@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="kill matrix that licenses this source (default: the one in the user's cache folder, if any)",
     )
+    parser.add_argument("--digest", metavar="SHA256", help="when DIR is a prepared core: its manifest digest, as prepare printed it")
+    parser.add_argument("--trust", action="store_true", help="when DIR is a prepared core of your own: load it without a digest")
+    parser.add_argument("--against", metavar="CKPT", help="when DIR is a prepared core: also compare it with the eager engine on CKPT")
     parser.add_argument("--html", metavar="FILE", help="also write the report as one HTML page (no network)")
     parser.add_argument("--json", action="store_true", help="print the record as JSON on stdout, everything else on stderr")
 
@@ -46,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
 
     from palimpsest.prove.qualify import SEED, Request, qualify
 
+    if args.model is not None and (Path(args.model) / "manifest.json").is_file():
+        return _core(args, Path(args.model))
     if args.kernel:
         from palimpsest.prove.foreign import search_here
 
@@ -73,6 +78,33 @@ def run(args: argparse.Namespace) -> int:
 
         show(outcome.record, outcome.flags, str(outcome.folder))
     return 0 if outcome.passed else 1
+
+
+def _core(args: argparse.Namespace, folder: "Path") -> int:
+    """Qualify a prepared core: its own binaries under both arrangements, and against the eager engine with ``--against``."""
+    from pathlib import Path
+
+    from palimpsest.core.errors import BadConfig
+    from palimpsest.export.qualify_core import Gate, qualify_core
+    from palimpsest_loader.errors import CoreError
+
+    def say(gate: Gate) -> None:
+        print(f"{gate.name}: {'PASS' if gate.passed else 'FAIL'}", file=sys.stderr)
+
+    against = None if args.against is None else Path(args.against)
+    try:
+        report = qualify_core(folder, args.digest, trust=args.trust, model=against, notify=say)
+    except CoreError as error:
+        raise BadConfig(str(error)) from None
+    if args.json:
+        from palimpsest.core.canon import canonical
+
+        print(canonical({"core": report.core, "digest": report.digest, "passed": report.passed, "gates": report.gates}))
+    else:
+        print(report.text())
+        if against is None:
+            print("not compared with the eager engine: give the checkpoint with --against")
+    return 0 if report.passed else 1
 
 
 def _cache(environment: dict[str, str]) -> "Path":

@@ -41,6 +41,10 @@ def _relation(sheet: Sheet, plan: Plan, program: Program, arrangement: str) -> N
     named = {frozenset((o.early, o.late)): (o.start, o.stop) for o in plan.overlaps}
     found: dict[frozenset[str], tuple[int, int]] = {}
     places = list(plan.places)
+    for p in places:
+        kind = program.by_name[p.buffer].kind
+        if p.kind != kind:
+            cell.fail(0, f"{arrangement}: {p.buffer} is {kind} in the program and lies in the {p.kind} segment")
     for i, first in enumerate(places):
         for second in places[i + 1 :]:
             if first.kind == second.kind:

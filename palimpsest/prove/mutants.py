@@ -94,7 +94,7 @@ _STORAGE = (
     _plan("M07", "alias lost: the latents have bytes of their own", "alias plan", "alias_lost", "S3 A1"),
     _plan("M08/plan", "staging laid on the latents' tail", "alias plan", "staging_on_latent", "S3"),
     _layer("M08/run", "staging mapped in reusable memory", "arena", "staging_inside", "S10", case="", parts=("views",)),
-    _layer("M09", "one record written past the index history", "gather_index", "past_alias", "S6"),
+    _layer("M09", "one record written past the visible tokens", "gather_index", "past_visible", "S6"),
     _layer("M10", "written past the planned bytes", "gather_latent", "into_slack", "S6"),
     _layer("M11", "last tokens of the index not gathered", "gather_index", "skip_last", "S8 X4", case="C04", parts=("locked",)),
     _layer("M12", "attention reads index bytes for the first ids", "sparse_attend", "index_bytes_stay", "O1 O4", parts=("probed",)),
@@ -126,7 +126,7 @@ _SELECTION = (
     *_both("M27", "best id dropped, the next best below the cutoff taken", "index_select", "drop_best", "K2 K4", "K2 K3"),
     *_both("M28", "nearest id below the cutoff taken for the one at it", "index_select", "next_below", "K2 K4", "K2"),
     *_both("M29", "an id twice", "index_select", "duplicate_id", "K1 K2", "K1 K2"),
-    _layer("M30", "another rank's ids left from the replay before", "exchange_ids", "stale_ids", "X5", case="C09 C10 C11"),
+    _layer("M30", "another rank's ids left from the replay before", "exchange_ids", "stale_ids", "X5", case="C08"),
     _layer("M31", "rows past the chunk not padded", "exchange_ids", "unpadded", "K1", case="C05"),
     _layer("M32", "ids of a rank received one row off", "exchange_ids", "shifted_ids", "X5"),
     *_both("M33", "NaN poison left in the index, taken as nothing", "gather_index", "nan_left", "X4", "X4 S8", parts=("locked",)),
@@ -135,7 +135,8 @@ _SELECTION = (
 
 _OUTPUT = (
     _layer("M35", "attention in another order than emitted", "sparse_attend", "turned_ids", "O1", form=ALIAS),
-    *_both("M36", "probabilities truncated", "sparse_attend", "truncated", "O1", "O3"),
+    *_both("M36", "probabilities truncated to bf16", "sparse_attend", "truncated", "O1", "O3"),
+    *(_layer(f"M36/bits{n}", f"the last {n} bits of the probabilities cut", "sparse_attend", "truncated", "O3", argument=str(n)) for n in (2, 3,4,5,6,7,8,10)),
     *_both("M37", "a head reads its neighbour's query", "sparse_attend", "neighbour", "O1", "O2"),
     *_both("M38/half", "the last half of the ids ignored", "sparse_attend", "ignore_half", "O1", "O2"),
     *_both("M38/one", "the last id ignored", "sparse_attend", "ignore_one", "O1", "O4", parts=("probed",)),

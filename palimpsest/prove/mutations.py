@@ -189,9 +189,9 @@ def arena_of(made: Injection, call: Call) -> Arena:
     return next(a for a in made.arenas.values() if any(first <= address < end for first, end in a.ranges()))
 
 
-def past_alias(arena: Arena, call: Call, chunk: Chunk) -> None:
-    end, record = arena.plan.by_name["index_history"].nbytes, arena.plan.by_name["index_history"].nbytes // arena.plan.limits.tokens
-    arena.raw("latent_history")[end : end + record].bitwise_xor_(0x55)
+def past_visible(call: Call, chunk: Chunk) -> None:
+    """One index record behind the last token that anybody sees."""
+    call.view("history", "keys")[chunk.visible : chunk.visible + 1].view(torch.uint8).bitwise_xor_(0x55)
 
 
 def into_slack(arena: Arena, call: Call, chunk: Chunk) -> None:
@@ -393,18 +393,18 @@ def stale_ids(mutant: Mutant) -> Injection:
     """Rank 0 keeps the other rank's ids of the replay before."""
     made = Injection()
 
-    def change(call: Call, chunk: Chunk) -> None:
-        ids = call.view("ids")
-        half = len(ids) // 2
-        kept, made.state["ids"] = made.state.get("ids"), ids[half:].clone()
-        if call.comm.rank == 0 and kept is not None and chunk.rows > half:
-            ids[half : chunk.rows].copy_(kept[: chunk.rows - half])
+    def wrap(arrangement: str, op: str, run: Implementation, call: Call, chunk: Chunk) -> None:
+        run(call, chunk)
+        if op != "exchange_ids" or call.comm.rank or not live(chunk):
+            return
+        ids, half = call.view("ids"), len(call.view("ids")) // 2
+        kept = made.state.get(arrangement)
+        if chunk.rows > half:
+            made.state[arrangement] = ids[half:].clone()
+            if kept is not None:
+                ids[half : chunk.rows].copy_(kept[: chunk.rows - half])
 
-    def only_first(call: Call, chunk: Chunk) -> None:
-        if call.comm.rank == 0:
-            change(call, chunk)
-
-    made.wrap = changed(mutant, "exchange_ids", only_first)
+    made.wrap = unguarded(wrap)
     return made
 
 

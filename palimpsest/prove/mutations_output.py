@@ -71,7 +71,8 @@ def ignored(part: int) -> Callable[[Call, Chunk], dict[str, torch.Tensor]]:
 
 
 def truncated(mutant: Mutant) -> m.Injection:
-    """The engine's attention with probabilities cut, not rounded, to bf16."""
+    """The engine's attention with the last bits of the probabilities cut: those that bf16 has not, or ``argument`` of them."""
+    mask = np.uint32(0xFFFFFFFF << int(mutant.argument or "16") & 0xFFFFFFFF)
 
     def other(arrangement: str, op: str, run: Implementation, call: Call, chunk: Chunk) -> None:
         p, ids, counts = call.params, call.view("ids").numpy(), call.view("counts").numpy()
@@ -83,14 +84,10 @@ def truncated(mutant: Mutant) -> m.Injection:
             query = decode_activation(m.bits(queries[row].contiguous()).numpy().reshape(len(queries[row]), -1), p["activation"])
             logits = (p["softmax_scale"] * (query @ keys.T)).astype(np.float32)
             made = np.exp((logits - logits.max(axis=1, keepdims=True)).astype(np.float64)).astype(np.float32)
-            cut = (made.view(np.uint32) & np.uint32(CUT)).view(np.float32)
+            cut = (made.view(np.uint32) & mask).view(np.float32)
             context[row] = (cut @ keys[:, : p["kv_lora"]].astype(np.float32)) / made.sum(axis=1, keepdims=True)
 
     return m.Injection(wrap=m.instead(mutant, "sparse_attend", other))
-
-
-#: bits of a truncated probability that stay: those of bf16
-CUT = 0xFFFF0000
 
 
 def shifted_rows(mutant: Mutant) -> m.Injection:
@@ -336,7 +333,7 @@ ACTIONS: dict[str, m.Action] = {
     "scales_up": m.after("gather_history", m.scales_up, step="gather_index"), "scales_down": m.after("gather_history", m.scales_down, step="gather_index"),
     "skip_last": m.after("gather_history", m.skip_last, step="gather_index"), "nan_left": m.after("gather_history", m.skip_last, step="gather_index"),
     "swapped_pages": m.after("gather_history", m.swapped_pages, step="gather_index"), "tie_flood": m.after("gather_history", m.tie_flood, step="gather_index"),
-    "past_alias": m.on_arena("gather_history", m.past_alias, step="gather_index"), "into_slack": m.on_arena("gather_history", m.into_slack, step="gather_latent"),
+    "past_visible": m.after("gather_history", m.past_visible, step="gather_index"), "into_slack": m.on_arena("gather_history", m.into_slack, step="gather_latent"),
     "index_cache_bit": m.on_arena("exchange_ids", m.index_cache_bit),
     "latent_cache_bit": m.after("gather_history", lambda c, k: m.flip(c.view("cache")), step="gather_latent", before=True),
     "stale_pointer": m.on_arena("reduce_output", m.stale_pointer), "weight_bit": m.on_arena("reduce_output", m.weight_bit),

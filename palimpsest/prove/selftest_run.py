@@ -39,7 +39,7 @@ from palimpsest.run.arena import Arena
 TARGET = "palimpsest.prove.selftest_ranks:run"
 TOKENS, ROWS, PAGE, TOPK, HEADS, LAYER, SEED = 512, 16, 16, 32, 4, 3, 11
 #: seconds a real rank may stay in one phase; a stopped one is waited for that long
-DEADLINE, STOPPED_DEADLINE = 60.0, 6.0
+DEADLINE, STOPPED_DEADLINE = 90.0, 15.0
 #: actions that real ranks end with an error: the words that name the cause, and the gate that stands for having been told
 TOLD = {
     "killed": ("SIGKILL", "L1"), "raises": ("planted by the self-test", "L1"), "stopped": ("", "L2"), "other_source": ("same source", "L4"),

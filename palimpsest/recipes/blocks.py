@@ -249,12 +249,11 @@ def _append_latent(g: Geometry, limits: Limits, formats: Formats, engine: str) -
     )
 
 
-def _index_steps(g: Geometry, limits: Limits, formats: Formats, how: dict[str, Any]) -> list[Step]:
+def _index_inputs(g: Geometry, limits: Limits, formats: Formats, engine: str) -> list[Step]:
+    """p1 of the indexer: this rank's queries, and this chunk's records."""
     ix = g.indexer
-    engine = how["engine"]
     rope: dict[str, Any] = {"rope_dims": ix.rope_dims, "rope_layout": ix.rope_layout}
     record: dict[str, Any] = {"hadamard": ix.hadamard, "scale_format": ix.scale_format, "format": formats.index}
-    planes = f"{ix.dim}+4" if formats.index == "fp8" else f"{4 * ix.dim}"
     return [
         INDEX_QUERY.step(
             "index_query",
@@ -297,6 +296,15 @@ def _index_steps(g: Geometry, limits: Limits, formats: Formats, how: dict[str, A
             **rope,
             **record,
         ),
+    ]
+
+
+def _index_steps(g: Geometry, limits: Limits, formats: Formats, how: dict[str, Any]) -> list[Step]:
+    """p2 to the barrier: everything that happens to the index history."""
+    ix = g.indexer
+    planes = f"{ix.dim}+4" if formats.index == "fp8" else f"{4 * ix.dim}"
+    return [
+        *_index_inputs(g, limits, formats, how["engine"]),
         GATHER_HISTORY.step(
             "gather_index",
             "p2",

@@ -85,7 +85,7 @@ def test_shipped_core_runs_on_two_ranks_without_palimpsest(compiled, tmp_path) -
     packages = tmp_path / "packages"
     shutil.copytree(Path(palimpsest_loader.__file__).parent, packages / "palimpsest_loader")
     shutil.copytree(core, tmp_path / "core")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "-m", "palimpsest_loader"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "palimpsest_loader"]
     done = subprocess.run(
         [*command, "run", "core", "--digest", digest, "--chunks", "32,5,1"],
         cwd=tmp_path,

@@ -14,9 +14,11 @@ FLAGS = {
     "checkpoint": {"action"},
     "preflight": {"directory", "--json"},
     "qualify": {"model", "--layer", "--ranks", "--profile", "--seed", "--engine", "--kernel", "--evidence", "--self-test-record",
-                "--html", "--json"},
+                "--digest", "--trust", "--against", "--html", "--json"},
     "verify": {"folder", "--json"},
     "report": {"folder", "--html"},
+    "prepare": {"checkpoint", "--output", "--layer", "--ranks", "--context", "--rows", "--page", "--jobs", "--isa", "--store",
+                "--timeout", "--json"},
 }  # fmt: skip
 
 

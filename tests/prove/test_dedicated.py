@@ -136,9 +136,11 @@ def test_a_soak_passes(tmp_path: Path) -> None:
 
 
 def test_growth_in_every_window_is_a_leak_and_growth_in_some_is_not() -> None:
-    assert capacity.leak([1024, 16, 2048, 1])
-    assert not capacity.leak([1024, 0, 2048, 1])
-    assert not capacity.leak([1024, None, 2048, 1])
+    least = 25 * capacity.LEAK_BYTES
+    assert capacity.leak([25 * 1024] * 4, 25)
+    assert capacity.leak([least] * 4, 25)
+    assert not capacity.leak([least, least - 1, least, least], 25)
+    assert not capacity.leak([least, None, least, least], 25)
 
 
 def test_a_late_allocation_fails_under_the_cap_only() -> None:
