@@ -136,13 +136,16 @@ class Watch:
         self.writes: WriteSet | None = None
         self._ids_before = self._idle_rows = b""
 
-    def seal_writes(self, poisoned: int) -> None:
-        """Fix what may not change, right after the poison; also the persistent pages and the inputs as they are now."""
+    def seal_writes(self, poisoned: int, *, stale: bool = True) -> None:
+        """Fix what may not change, right after the poison; also the persistent pages and the inputs as they are now.
+
+        stale: what was there before is the poison, all of it; otherwise ``poisoned`` bytes were laid
+        """
         o = self.observation
         segment = self.arena.segment("reusable").numpy()
         active = Active(o.visible, o.rows, o.own)
         self.writes = WriteSet(self.session.program, self.session.plan, until="gather_latent", active=active, memory=segment)
-        o.poisoned = poisoned or segment.nbytes
+        o.poisoned = segment.nbytes if stale else poisoned
         o.kept_bytes, o.early_bytes = self.writes.kept_bytes, self.writes.early_bytes
         o.pages_before = self._pages()
         o.touched = {name: self._appended(name) for name in ("index_cache", "latent_cache")}

@@ -210,7 +210,7 @@ def index_cache_bit(arena: Arena, call: Call, chunk: Chunk) -> None:
 
 
 def weight_bit(arena: Arena, call: Call, chunk: Chunk) -> None:
-    flip(arena.view("w.index_k"))
+    flip(arena.view("w.index_w"))
 
 
 def stale_pointer(arena: Arena, call: Call, chunk: Chunk) -> None:
@@ -449,10 +449,6 @@ def wrong_id(call: Call, chunk: Chunk) -> None:
     taken = set(ids[:count].tolist())
     free = next(i for i in range(chunk.history) if i not in taken)
     ids[:count].copy_(torch.tensor(sorted(taken - {max(taken)} | {free}), dtype=torch.int32))
-
-
-def other_bit(call: Call, chunk: Chunk) -> None:
-    flip(call.view("q_latent"))
 
 
 def negative_zeros(mutant: Mutant) -> Injection:

@@ -126,6 +126,16 @@ def not_finite(mutant: Mutant) -> m.Injection:
     return m.Injection(wrap=m.instead(mutant, "project_output", other))
 
 
+def nudged(mutant: Mutant) -> m.Injection:
+    """Every coordinate of attention moves by 2 ** -argument."""
+
+    def other(arrangement: str, op: str, run: Implementation, call: Call, chunk: Chunk) -> None:
+        run(call, chunk)
+        call.view("context")[: chunk.rows].add_(2 ** -int(mutant.argument))
+
+    return m.Injection(wrap=m.instead(mutant, "sparse_attend", other))
+
+
 def scaled_weights(call: Call, chunk: Chunk) -> None:
     call.view("head_weights").mul_(8)
 
@@ -174,10 +184,8 @@ def _invisible(right: Callable[..., None]) -> Callable[..., None]:
 
     def filled(self: fill.Caches, data: Data, history: int) -> None:
         right(self, data, history)
-        if self.arena.plan.reuse == "on":
-            for cache in ("index_cache", "latent_cache"):
-                view = self.arena.view(cache)
-                view[-1].fill_(0x11)
+        for cache in ("index_cache", "latent_cache"):
+            self.arena.view(cache)[-1].fill_(0x11)
 
     return filled
 
@@ -195,10 +203,17 @@ def unchecked(mutant: Mutant) -> m.Injection:
         qualifier._judge_alone = lambda *_: None
         for name, sheet in qualifier.sheets.items():
             if name != SEAL:
-                for cell in sheet.cells.values():
-                    cell.close = lambda: None
+                sheet.cells = _Unclosed()
 
     return m.Injection(made=made)
+
+
+class _Unclosed(dict[str, Any]):
+    """Cells that never compare their counts."""
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        default.close = lambda: None
+        return super().setdefault(key, default)
 
 
 # -- plans
@@ -342,11 +357,11 @@ ACTIONS: dict[str, m.Action] = {
     "scaled_weights": m.after("index_query", scaled_weights), "visible_more": m.visible(1), "visible_less": m.visible(-1),
     "drop_best": m.reselected(m._best), "next_below": m.reselected(m._next), "duplicate_id": m.after("index_select", m.duplicate_id),
     "shifted_ids": m.after("exchange_ids", m.shifted_ids), "unpadded": m.after("exchange_ids", m.unpadded), "wrong_id": m.after("index_select", m.wrong_id),
-    "other_bit": m.after("query_latent", m.other_bit), "turned_ids": operands(turned), "neighbour": operands(neighbour), "ignore_half": operands(ignored(2)),
-    "ignore_one": operands(ignored(0)), "truncated": truncated, "shifted_rows": shifted_rows, "drifting": drifting, "blind": blind, "not_finite": not_finite,
-    "unchecked": unchecked, "copied_views": patched((roundtrip, "ask", _copied)),
-    "no_cap": patched((capacity.Cap, "__enter__", lambda right: lambda self: self)), "no_saving": patched((extras, "place", _no_saving)),
-    "no_ties": patched((Data, "tie_row", lambda right: lambda self, step, row: False)), "no_beacons": patched((Data, "_lattice_keys", _without_beacons)),
+    "turned_ids": operands(turned), "neighbour": operands(neighbour), "ignore_half": operands(ignored(2)),
+    "ignore_one": operands(ignored(0)), "truncated": truncated, "shifted_rows": shifted_rows, "drifting": drifting, "nudged": nudged, "blind": blind, "not_finite": not_finite,
+    "foreign": m.healthy, "unchecked": unchecked, "copied_views": patched((roundtrip, "ask", _copied)),
+    "no_cap": patched((capacity.Cap, "tighten", lambda right: lambda self: None)), "no_saving": patched((extras, "place", _no_saving)),
+    "no_ties": patched((Data, "zero_row", lambda right: lambda self, step: None)), "no_beacons": patched((Data, "_lattice_keys", _without_beacons)),
     "no_poison": patched((rank_main, "poison", lambda right: lambda *_, **__: 0)), "other_fill": patched((fill.Caches, "fill", _other_fill)),
     "invisible_bytes": patched((fill.Caches, "fill", _invisible)),
 }  # fmt: skip

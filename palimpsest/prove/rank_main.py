@@ -235,7 +235,7 @@ class Qualifier:
             selected=self.foreign.selected(judge), allocating=self.foreign.allocating,
             plant=lambda name, arena: fill.plant(name, arena, case=case, step=step, data=data, rank=self.rank, rows=rows),
         )  # fmt: skip
-        watch.seal_writes(poisoned)
+        watch.seal_writes(poisoned, stale=step.poison in ("Ps", "none"))
         o.inputs_before = (whole_digest(raw(hidden)), *stage.inputs)
         comm.barrier(f"{case.id} start")
         o.moved = gates_storage.moved(session.arena, stage.addresses)

@@ -19,7 +19,7 @@ from palimpsest.checkpoint.make import make
 from palimpsest.core.errors import PalimpsestError, RankError
 from palimpsest.core.geometry import Formats
 from palimpsest.kernels.call import Call, Chunk, Implementation
-from palimpsest.prove import liveness
+from palimpsest.prove import extras, liveness
 from palimpsest.prove.cases import Profile
 from palimpsest.prove.dedicated import Dedicated
 from palimpsest.prove.extras import Extras, identity
@@ -37,6 +37,8 @@ from palimpsest.ranks.spawn import RankExit, spawn
 from palimpsest.run.arena import Arena
 
 TARGET = "palimpsest.prove.selftest_ranks:run"
+#: a mutant that needs a process for itself runs in one: heap counters and torch's profiler are the process's
+ALONE = "palimpsest.prove.selftest_run:alone"
 TOKENS, ROWS, PAGE, TOPK, HEADS, LAYER, SEED = 512, 16, 16, 32, 4, 3, 11
 #: seconds a real rank may stay in one phase; a stopped one is waited for that long
 DEADLINE, STOPPED_DEADLINE = 90.0, 15.0
@@ -136,13 +138,14 @@ class Bench:
     def __init__(self, place: Path, without: frozenset[str] = frozenset()):
         self.place, self.without = place, without
         self.model = make("tiny-k31", place / "model", overrides={"topk": TOPK, "heads": HEADS})
+        self.stated = identity(Setup(self.job(BY_ID["OK1"])))
         self._healthy: dict[tuple[str, ...], list[dict[str, Any]]] = {}
 
     def job(self, mutant: Mutant) -> Job:
         """The job of a run, in a fresh private folder."""
         cases = mutant.cases if mutant.cases or mutant.argument == "all" else ("none",)
         work = Path(tempfile.mkdtemp(prefix="run-", dir=self.place))
-        kernels = {op: f"palimpsest.kernels.{op}.cpu:run" for op in mutant.kernels}
+        kernels = {op: f"palimpsest.prove.selftest_kernels:{op}" for op in mutant.kernels}
         return Job(
             model=str(self.model), layer=LAYER, profile=Profile("small", TOKENS, ROWS, mutant.ranks, PAGE), seed=SEED, engine="portable",
             formats=Formats(), workdir=str(work), alone=mutant.alone, only=cases, kernels=kernels,
@@ -172,6 +175,8 @@ class Bench:
             return self._power()
         if mutant.kind == "tool":
             return TOOLS[mutant.action](Setup(self.job(mutant)), Path(tempfile.mkdtemp(dir=self.place)))
+        if mutant.alone:
+            return self._alone(mutant)
         if mutant.argument == "all":
             return [flag for result in self.healthy() for flag in result["flags"]]
         return [flag for result in self.layer(mutant, ACTIONS[mutant.action](mutant)) for flag in result["flags"]]
@@ -187,12 +192,26 @@ class Bench:
             return Mutated(comm, Setup(made), mutant, injection).run()
 
         with contextlib.ExitStack() as stack:
+            # one reading of the source for all ranks and runs: other programs may be editing it
+            stack.enter_context(patch.object(extras, "identity", self._identity))
             for thing, name, value in injection.patches:
                 stack.enter_context(patch.object(thing, name, value))
             try:
                 return run_local(made.profile.ranks, main, seed=mutant.seed, hooks=delayed if injection.late is not None else None)
             except PalimpsestError as error:
                 return [{"flags": [{"gate": "stopped", "verdict": "ERROR", "first_failure": str(error)}]}]
+
+    def _identity(self, setup: Setup) -> dict[str, str]:
+        return {**self.stated, "plan": setup.digest}
+
+    def _alone(self, mutant: Mutant) -> Flags:
+        """The same in a real process of one rank."""
+        config = {"id": mutant.id, "job": self.job(mutant).to_json(), "without": sorted(self.without)}
+        try:
+            (ended,) = spawn(1, ALONE, config, deadline_s=DEADLINE)
+        except RankError as error:
+            return [{"gate": "stopped", "verdict": "ERROR", "first_failure": str(error)}]
+        return list(ended.value["flags"])
 
     def healthy(self) -> list[dict[str, Any]]:
         """A whole healthy run, made once."""
@@ -271,6 +290,17 @@ def _told(mutant: Mutant, error: RankError | None, behind: list[str], folder: Pa
     else:
         sheet.cell(gate).passed(1)
     return [*close(sheet), *([] if named else [{"gate": "stopped", "verdict": "ERROR", "first_failure": f"not named as it was: {error}"}])]
+
+
+def alone(comm: Comm, config: dict[str, Any], emit: Any) -> dict[str, Any]:
+    """What the only rank of a process runs."""
+    mutant, setup = BY_ID[config["id"]], Setup(Job.from_json(config["job"]))
+    injection = ACTIONS[mutant.action](mutant)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(deleted(frozenset(config["without"])))
+        for thing, name, value in injection.patches:
+            stack.enter_context(patch.object(thing, name, value))
+        return {"flags": Mutated(comm, setup, mutant, injection).run()["flags"]}
 
 
 def main() -> int:

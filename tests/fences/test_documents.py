@@ -40,21 +40,37 @@ def test_readme_python_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def quick_commands() -> list[str]:
-    lines = [line[2:] for body in blocks("console") for line in body.splitlines() if line.startswith("$ palimpsest ")]
-    return [line for line in lines if not line.startswith("$ palimpsest qualify")]
+def commands() -> list[tuple[str, list[str]]]:
+    """Every ``$ palimpsest`` line of the README's console blocks, with the output lines shown under it."""
+    found: list[tuple[str, list[str]]] = []
+    for body in blocks("console"):
+        for line in body.splitlines():
+            if line.startswith("$ "):
+                found.append((line[2:], []))
+            elif line.strip() not in ("", "..."):
+                found[-1][1].append(line)
+    return found
 
 
-def test_readme_commands_run(tmp_path: Path) -> None:
-    """Every command of the README in order, in one empty folder; the qualifications run on the small profile with few ranks."""
-    commands = quick_commands()
-    assert len(commands) >= 4
-    for command in commands:
+def squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_readme_commands_run_and_print_what_is_shown(tmp_path: Path) -> None:
+    """In order, in one empty folder. Qualifications are left to tests/prove and scripts/demo: they take minutes."""
+    listed = commands()
+    assert len(listed) >= 7
+    ran = 0
+    for command, shown in listed:
         words = [sys.executable, "-m", "palimpsest.cli.main", *command.split()[1:]]
         if command.split()[1] in ("qualify", "verify"):
-            continue  # tests/prove runs them; the same lines are run by scripts/demo and scripts/nightly
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+            continue
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        printed = squeezed(done.stdout)
+        assert not [line for line in shown if squeezed(line) not in printed], f"{command} prints\n{done.stdout}"
+        ran += 1
+    assert ran >= 5
 
 
 def test_every_dependency_has_a_reason() -> None:

@@ -266,7 +266,7 @@ def test_4_14_fewer_tokens_than_topk(m0) -> None:
 def test_4_16_ids_are_tokens_of_the_request_whatever_the_chunk(m0, start: int) -> None:
     """A chunk that begins at token 5 reports the same coordinates as one that began at 0: tokens, not columns of the chunk."""
     found, scores = observed(m0, tuple([16] * (start // 16)) + ((start % 16, 11) if start % 16 else (16,)))
-    one = m0.outcome(tuple([16] * (start // 16)) + (16,))
+    one = m0.outcome((*[16] * (start // 16), 16))
     assert found.same(one)
     assert any(min(ids) < start for ids in found.sets()[start:])
     for row, ids in enumerate(found.sets()):
