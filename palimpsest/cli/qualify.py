@@ -35,9 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="kill matrix that licenses this source (default: the one in the user's cache folder, if any)",
     )
-    parser.add_argument("--digest", metavar="SHA256", help="when DIR is a prepared core: its manifest digest, as prepare printed it")
+    parser.add_argument(
+        "--digest", metavar="SHA256", help="when DIR is a prepared core: its manifest digest, as prepare printed it"
+    )
     parser.add_argument("--trust", action="store_true", help="when DIR is a prepared core of your own: load it without a digest")
-    parser.add_argument("--against", metavar="CKPT", help="when DIR is a prepared core: also compare it with the eager engine on CKPT")
+    parser.add_argument(
+        "--against", metavar="CKPT", help="when DIR is a prepared core: also compare it with the eager engine on CKPT"
+    )
+    parser.add_argument(
+        "--self-test",
+        action="store_true",
+        help="show that this qualifier can fail: run every mutant, print the kill matrix, keep it in the user's cache folder (or in --evidence, if given)",
+    )
     parser.add_argument("--html", metavar="FILE", help="also write the report as one HTML page (no network)")
     parser.add_argument("--json", action="store_true", help="print the record as JSON on stdout, everything else on stderr")
 
@@ -46,6 +55,9 @@ def run(args: argparse.Namespace) -> int:
     """0 when every gate passed, 1 when one did not or a rank failed, 2 when the input is wrong."""
     import os
     from pathlib import Path
+
+    if args.self_test:
+        return _self_test(args, _cache(dict(os.environ)))
 
     from palimpsest.prove.qualify import SEED, Request, qualify
 
@@ -107,6 +119,31 @@ def _core(args: argparse.Namespace, folder: "Path") -> int:
     return 0 if report.passed else 1
 
 
+def _self_test(args: argparse.Namespace, cache: "Path") -> int:
+    """0 when every mutant was killed by its gates and every gate is needed, else 1."""
+    from pathlib import Path
+
+    from palimpsest.core.errors import BadConfig
+    from palimpsest.prove import selftest
+
+    given = [name for name in ("model", "layer", "ranks", "seed", "kernel", "self_test_record", "html") if getattr(args, name)]
+    if given:
+        raise BadConfig(f"--self-test runs mutants of its own and takes no {given[0].replace('_', '-')}; leave it out")
+    with _Counted(len(selftest.MUTANTS)) as progress:
+        matrix = selftest.run(progress=progress)
+    path = selftest.save(matrix, (cache if args.evidence == "evidence" else Path(args.evidence)) / selftest.FILE)
+    if args.json:
+        from palimpsest.core.canon import canonical
+
+        print(canonical(matrix))
+    else:
+        from palimpsest.report.kill_matrix import show
+
+        show(matrix)
+    print(f"{selftest.summary(matrix)}\nkill matrix: {path}", file=sys.stderr)
+    return 0 if matrix["verdict"] == "PASS" else 1
+
+
 def _cache(environment: dict[str, str]) -> "Path":
     """The user's cache folder of this program."""
     from pathlib import Path
@@ -147,3 +184,32 @@ class _Shown:
             if not self._live:
                 self._console.print(f"{event['case']} {event['arrangement']}", markup=False)
         self._bar.update(self._task, completed=len(self._done), description=f"{text} rank {rank}")
+
+
+class _Counted:
+    """Progress of the self-test on stderr: a bar on a terminal, a line for what is not well elsewhere."""
+
+    def __init__(self, total: int):
+        self._total = total
+
+    def __enter__(self) -> Any:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = Console(stderr=True, highlight=False)
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=self._console, transient=True)
+        self._task = self._bar.add_task("starting workers", total=self._total)
+        if self._console.is_terminal:
+            self._bar.start()
+        return self._done
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def _done(self, done: int, total: int, mutant: str, well: bool) -> None:
+        self._bar.update(self._task, completed=done, description=mutant)
+        if not well:
+            self._console.print(f"{mutant}: not as it must be", markup=False)
+        elif not self._console.is_terminal and done % 20 == 0:
+            self._console.print(f"{done} of {total} runs", markup=False)

@@ -93,8 +93,9 @@ def _context(p: Pair, values: F64, model: Arithmetic, dequant: float) -> Pair:
         span = slice(start, start + model.block)
         a, b, v = p[0][span], p[1][span], values[span]
         plus, minus = np.maximum(v, 0), np.minimum(v, 0)
-        # a product, then at most block - 1 additions in some order; the fp64 sums of this evaluation beside them
-        factor = (1 + dequant) * (1 + compound(model.block, model.sum_u)) * (1 + compound(2 * model.block, U64)) - 1
+        # a product, then one addition less than there are ids, in some order (zeros that fill the last block add exactly); the fp64
+        # sums of this evaluation beside them
+        factor = (1 + dequant) * (1 + compound(len(v), model.sum_u)) * (1 + compound(2 * model.block, U64)) - 1
         grown = (b @ np.abs(v)) * factor + len(v) * TINY32
         low, high = _fp32(low + _fp32(a @ plus + b @ minus - grown)), _fp32(high + _fp32(b @ plus + a @ minus + grown))
         least = _fp32(least + _fp32(a.sum(keepdims=True) * (1 - factor)))

@@ -1,8 +1,8 @@
 """What the mutants do to a run: actions around single steps, on memory, on the qualifier's own parts.
 
-An action makes an ``Injection`` for one run; it holds the run's state, so that two runs share nothing. Steps are wrapped where they are bound;
-production code has no hook for it. Calls of the recorded tail have no planned bytes (``call.raws`` is empty), which is how a mutant of the step
-alone tells them apart from one of the op itself.
+An action makes an ``Injection`` for one run; it holds the run's state, so that two runs share nothing. Steps are wrapped
+where they are bound; production code has no hook for it. Calls of the recorded tail have no planned bytes (``call.raws`` is
+empty), which is how a mutant of the step alone tells them apart from one of the op itself.
 """
 
 import mmap
@@ -372,11 +372,13 @@ def _next(scores: list[float], chosen: list[int]) -> tuple[int, int]:
 def _tied(scores: list[float], chosen: list[int]) -> tuple[int, int]:
     """One member of the cutoff's class for another."""
     taken, low = set(chosen), min(scores[i] for i in chosen)
-    return max(i for i in chosen if scores[i] == low), next(i for i in reversed(range(len(scores))) if scores[i] == low and i not in taken)
+    return max(i for i in chosen if scores[i] == low), next(
+        i for i in reversed(range(len(scores))) if scores[i] == low and i not in taken
+    )
 
 
 def forged_tie(mutant: Mutant) -> Injection:
-    """The aliased selection takes another member of a tie, which is fine; the certificate's records are not those that were ranked."""
+    """The aliased selection takes another member of a tie, which is fine; its certificate is over other records."""
     from palimpsest.prove.gates_select import Judge
 
     made = reselected(_tied)(mutant)
@@ -419,7 +421,7 @@ def unpadded(call: Call, chunk: Chunk) -> None:
 
 
 def other_weight(mutant: Mutant) -> Injection:
-    """Scores of one row (``argument``: its slot, or ``quiet`` for one that is not audited) are made with a head weight one larger."""
+    """Scores of one row are made with a head weight one larger; ``quiet``: of a row that is not audited."""
     from palimpsest.prove.cases import audited_rows
 
     made = Injection()

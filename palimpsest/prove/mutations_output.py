@@ -6,7 +6,7 @@ Plans and tools run no layer: their actions return flag lines of a sheet of thei
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from palimpsest.plan.plan import Place, Plan, Segment
 from palimpsest.prove import capacity, events, extras, fill, gates_storage, licence, rank_main, roundtrip
 from palimpsest.prove import mutations as m
 from palimpsest.prove.data import Data
+from palimpsest.prove.enclosure import enclose
 from palimpsest.prove.exact import decode_activation
 from palimpsest.prove.gates import SEAL, Sheet
 from palimpsest.prove.mutants import Mutant
-from palimpsest.prove.oracle import LatentFormat, decode_latent
+from palimpsest.prove.oracle import LatentFormat, attend, decode_latent
 from palimpsest.prove.rank_setup import Setup
 
 Flags = list[dict[str, Any]]
@@ -75,13 +76,10 @@ def truncated(mutant: Mutant) -> m.Injection:
     mask = np.uint32(0xFFFFFFFF << int(mutant.argument or "16") & 0xFFFFFFFF)
 
     def other(arrangement: str, op: str, run: Implementation, call: Call, chunk: Chunk) -> None:
-        p, ids, counts = call.params, call.view("ids").numpy(), call.view("counts").numpy()
+        p, context = call.params, call.view("context").numpy()
         layout = LatentFormat(p["format"], p["kv_lora"], p["rope_dims"], p["latent_scale"])
-        history = m.bits(call.view("latent_history")).view(len(call.view("latent_history")), -1).numpy()
-        queries, context = call.view("query"), call.view("context").numpy()
-        for row in range(chunk.rows):
-            keys, _ = decode_latent(np.ascontiguousarray(history[ids[row, : counts[row]]]), layout)
-            query = decode_activation(m.bits(queries[row].contiguous()).numpy().reshape(len(queries[row]), -1), p["activation"])
+        for row, (records, query) in enumerate(_operands(call, chunk)):
+            keys, _ = decode_latent(records, layout)
             logits = (p["softmax_scale"] * (query @ keys.T)).astype(np.float32)
             made = np.exp((logits - logits.max(axis=1, keepdims=True)).astype(np.float64)).astype(np.float32)
             cut = (made.view(np.uint32) & mask).view(np.float32)
@@ -127,13 +125,31 @@ def not_finite(mutant: Mutant) -> m.Injection:
 
 
 def nudged(mutant: Mutant) -> m.Injection:
-    """Every coordinate of attention moves by 2 ** -argument."""
+    """In every row one coordinate lies where the worst-case bound still allows it and the recorded order does not."""
+    made = m.Injection()
 
     def other(arrangement: str, op: str, run: Implementation, call: Call, chunk: Chunk) -> None:
         run(call, chunk)
-        call.view("context")[: chunk.rows].add_(2 ** -int(mutant.argument))
+        f = made.state["facts"]
+        for row, (keys, query) in enumerate(_operands(call, chunk)):
+            truth = attend(keys, query, f.layout, softmax_scale=f.softmax_scale, arithmetic=f.model)
+            enclosure = enclose(keys, query, f.layout, softmax_scale=f.softmax_scale, model=f.model)
+            room = truth.context + truth.bound - enclosure.high
+            at = np.unravel_index(np.argmax(room / truth.bound), room.shape)
+            call.view("context").numpy()[row][at] = enclosure.high[at] + room[at] / 2
 
-    return m.Injection(wrap=m.instead(mutant, "sparse_attend", other))
+    made.made = lambda qualifier: made.state.update(facts=qualifier.setup.output_facts)
+    made.wrap = m.instead(mutant, "sparse_attend", other)
+    return made
+
+
+def _operands(call: Call, chunk: Chunk) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Per row: latent records of its ids in their order, and the exact query [heads, dim]."""
+    ids, counts, queries = call.view("ids").numpy(), call.view("counts").numpy(), call.view("query")
+    history = m.bits(call.view("latent_history")).view(len(call.view("latent_history")), -1).numpy()
+    for row in range(chunk.rows):
+        raw = m.bits(queries[row].contiguous()).numpy().reshape(len(queries[row]), -1)
+        yield np.ascontiguousarray(history[ids[row, : counts[row]]]), decode_activation(raw, call.params["activation"])
 
 
 def scaled_weights(call: Call, chunk: Chunk) -> None:
@@ -337,31 +353,72 @@ def planted_tolerance(setup: Setup, place: Path) -> Flags:
 
 
 TOOLS: dict[str, Callable[[Setup, Path], Flags]] = {
-    "lying_header": refused(_lying), "short_shard": refused(_short), "other_licence": other_licence, "planted_tolerance": planted_tolerance,
-}  # fmt: skip
+    "lying_header": refused(_lying),
+    "short_shard": refused(_short),
+    "other_licence": other_licence,
+    "planted_tolerance": planted_tolerance,
+}
 
 ACTIONS: dict[str, m.Action] = {
-    "healthy": m.healthy, "latent_first": m.latent_first, "no_barrier": m.no_barrier, "no_barrier_late": m.no_barrier_late,
-    "stale_signal": m.stale_signal, "index_bytes_stay": m.index_bytes_stay, "staging_inside": m.staging_inside, "extra_mapping": m.extra_mapping,
-    "own_bytes": m.own_bytes, "other_addresses": m.other_addresses, "lazy_workspace": m.lazy_workspace, "leak": m.leak, "stale_ids": m.stale_ids,
-    "other_weight": m.other_weight, "forged_tie": m.forged_tie, "negative_zeros": m.negative_zeros,
-    "scales_up": m.after("gather_history", m.scales_up, step="gather_index"), "scales_down": m.after("gather_history", m.scales_down, step="gather_index"),
-    "skip_last": m.after("gather_history", m.skip_last, step="gather_index"), "nan_left": m.after("gather_history", m.skip_last, step="gather_index"),
-    "swapped_pages": m.after("gather_history", m.swapped_pages, step="gather_index"), "tie_flood": m.after("gather_history", m.tie_flood, step="gather_index"),
-    "past_visible": m.after("gather_history", m.past_visible, step="gather_index"), "into_slack": m.on_arena("gather_history", m.into_slack, step="gather_latent"),
+    "healthy": m.healthy,
+    "latent_first": m.latent_first,
+    "no_barrier": m.no_barrier,
+    "no_barrier_late": m.no_barrier_late,
+    "stale_signal": m.stale_signal,
+    "index_bytes_stay": m.index_bytes_stay,
+    "staging_inside": m.staging_inside,
+    "extra_mapping": m.extra_mapping,
+    "own_bytes": m.own_bytes,
+    "other_addresses": m.other_addresses,
+    "lazy_workspace": m.lazy_workspace,
+    "leak": m.leak,
+    "stale_ids": m.stale_ids,
+    "other_weight": m.other_weight,
+    "forged_tie": m.forged_tie,
+    "negative_zeros": m.negative_zeros,
+    "scales_up": m.after("gather_history", m.scales_up, step="gather_index"),
+    "scales_down": m.after("gather_history", m.scales_down, step="gather_index"),
+    "skip_last": m.after("gather_history", m.skip_last, step="gather_index"),
+    "nan_left": m.after("gather_history", m.skip_last, step="gather_index"),
+    "swapped_pages": m.after("gather_history", m.swapped_pages, step="gather_index"),
+    "tie_flood": m.after("gather_history", m.tie_flood, step="gather_index"),
+    "past_visible": m.after("gather_history", m.past_visible, step="gather_index"),
+    "into_slack": m.on_arena("gather_history", m.into_slack, step="gather_latent"),
     "index_cache_bit": m.on_arena("exchange_ids", m.index_cache_bit),
     "latent_cache_bit": m.after("gather_history", lambda c, k: m.flip(c.view("cache")), step="gather_latent", before=True),
-    "stale_pointer": m.on_arena("reduce_output", m.stale_pointer), "weight_bit": m.on_arena("reduce_output", m.weight_bit),
-    "temporary": m.after("project_output", m.temporary), "other_query": m.after("attention_query", m.other_query),
-    "other_index_query": m.after("index_query", m.other_index_query), "permuted_weights": m.after("index_query", m.permuted_weights),
-    "scaled_weights": m.after("index_query", scaled_weights), "visible_more": m.visible(1), "visible_less": m.visible(-1),
-    "drop_best": m.reselected(m._best), "next_below": m.reselected(m._next), "duplicate_id": m.after("index_select", m.duplicate_id),
-    "shifted_ids": m.after("exchange_ids", m.shifted_ids), "unpadded": m.after("exchange_ids", m.unpadded), "wrong_id": m.after("index_select", m.wrong_id),
-    "turned_ids": operands(turned), "neighbour": operands(neighbour), "ignore_half": operands(ignored(2)),
-    "ignore_one": operands(ignored(0)), "truncated": truncated, "shifted_rows": shifted_rows, "drifting": drifting, "nudged": nudged, "blind": blind, "not_finite": not_finite,
-    "foreign": m.healthy, "unchecked": unchecked, "copied_views": patched((roundtrip, "ask", _copied)),
-    "no_cap": patched((capacity.Cap, "tighten", lambda right: lambda self: None)), "no_saving": patched((extras, "place", _no_saving)),
-    "no_ties": patched((Data, "zero_row", lambda right: lambda self, step: None)), "no_beacons": patched((Data, "_lattice_keys", _without_beacons)),
-    "no_poison": patched((rank_main, "poison", lambda right: lambda *_, **__: 0)), "other_fill": patched((fill.Caches, "fill", _other_fill)),
+    "stale_pointer": m.on_arena("reduce_output", m.stale_pointer),
+    "weight_bit": m.on_arena("reduce_output", m.weight_bit),
+    "temporary": m.after("project_output", m.temporary),
+    "other_query": m.after("attention_query", m.other_query),
+    "other_index_query": m.after("index_query", m.other_index_query),
+    "permuted_weights": m.after("index_query", m.permuted_weights),
+    "scaled_weights": m.after("index_query", scaled_weights),
+    "visible_more": m.visible(1),
+    "visible_less": m.visible(-1),
+    "drop_best": m.reselected(m._best),
+    "next_below": m.reselected(m._next),
+    "duplicate_id": m.after("index_select", m.duplicate_id),
+    "shifted_ids": m.after("exchange_ids", m.shifted_ids),
+    "unpadded": m.after("exchange_ids", m.unpadded),
+    "wrong_id": m.after("index_select", m.wrong_id),
+    "turned_ids": operands(turned),
+    "neighbour": operands(neighbour),
+    "ignore_half": operands(ignored(2)),
+    "ignore_one": operands(ignored(0)),
+    "truncated": truncated,
+    "shifted_rows": shifted_rows,
+    "drifting": drifting,
+    "nudged": nudged,
+    "blind": blind,
+    "not_finite": not_finite,
+    "foreign": m.healthy,
+    "unchecked": unchecked,
+    "copied_views": patched((roundtrip, "ask", _copied)),
+    "no_cap": patched((capacity.Cap, "tighten", lambda right: lambda self: None)),
+    "no_saving": patched((extras, "place", _no_saving)),
+    "no_ties": patched((Data, "zero_row", lambda right: lambda self, step: None)),
+    "no_beacons": patched((Data, "_lattice_keys", _without_beacons)),
+    "no_poison": patched((rank_main, "poison", lambda right: lambda *_, **__: 0)),
+    "other_fill": patched((fill.Caches, "fill", _other_fill)),
     "invisible_bytes": patched((fill.Caches, "fill", _invisible)),
-}  # fmt: skip
+}

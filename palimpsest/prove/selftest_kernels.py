@@ -1,4 +1,5 @@
-"""Foreign kernels that are wrong: what the self-test binds where a user's own would be. Each runs our kernel and spoils one thing."""
+"""Foreign kernels that are wrong: what the self-test binds where a user's own would be. Each runs our kernel and spoils one
+thing."""
 
 from palimpsest.kernels.call import Call, Chunk
 from palimpsest.kernels.index_select.cpu import run as select

@@ -32,7 +32,10 @@ def refusals(job: Job, results: list[dict[str, Any]], place: Path) -> Flags:
         change(copy)
         why = _refused(copy)
         if not why:
-            return [{"gate": "verify", "verdict": "PASS", "first_failure": None}, {"gate": "stopped", "verdict": "ERROR", "first_failure": f"not refused: {name}"}]
+            return [
+                {"gate": "verify", "verdict": "PASS", "first_failure": None},
+                {"gate": "stopped", "verdict": "ERROR", "first_failure": f"not refused: {name}"},
+            ]
         flags.append({"gate": "verify", "verdict": "FAIL", "first_failure": why})
     return flags
 

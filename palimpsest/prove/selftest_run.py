@@ -1,7 +1,8 @@
 """One mutant of the self-test: set it up, run it, and say which gates noticed.
 
-A ``Bench`` makes a tiny checkpoint once and shares healthy runs. In-process ranks run on a profile of 512 tokens that keeps every boundary of the
-case table; process mutants run on real ranks. ``main`` is the worker: mutant ids on stdin, one JSON line each on stdout.
+A ``Bench`` makes a tiny checkpoint once and shares healthy runs. In-process ranks run on a profile of 512 tokens that keeps
+every boundary of the case table; process mutants run on real ranks. ``main`` is the worker: mutant ids on stdin, one JSON
+line each on stdout.
 """
 
 import contextlib
@@ -44,9 +45,13 @@ TOKENS, ROWS, PAGE, TOPK, HEADS, LAYER, SEED = 512, 16, 16, 32, 4, 3, 11
 DEADLINE, STOPPED_DEADLINE = 90.0, 15.0
 #: actions that real ranks end with an error: the words that name the cause, and the gate that stands for having been told
 TOLD = {
-    "killed": ("SIGKILL", "L1"), "raises": ("planted by the self-test", "L1"), "stopped": ("", "L2"), "other_source": ("same source", "L4"),
-    "other_plan": ("same plan", "L4"), "early_read": ("SIGSEGV", "S7"),
-}  # fmt: skip
+    "killed": ("SIGKILL", "L1"),
+    "raises": ("planted by the self-test", "L1"),
+    "stopped": ("", "L2"),
+    "other_source": ("same source", "L4"),
+    "other_plan": ("same plan", "L4"),
+    "early_read": ("SIGSEGV", "S7"),
+}
 
 
 class Parts(Extras):
@@ -147,9 +152,17 @@ class Bench:
         work = Path(tempfile.mkdtemp(prefix="run-", dir=self.place))
         kernels = {op: f"palimpsest.prove.selftest_kernels:{op}" for op in mutant.kernels}
         return Job(
-            model=str(self.model), layer=LAYER, profile=Profile("small", TOKENS, ROWS, mutant.ranks, PAGE), seed=SEED, engine="portable",
-            formats=Formats(), workdir=str(work), alone=mutant.alone, only=cases, kernels=kernels,
-        )  # fmt: skip
+            model=str(self.model),
+            layer=LAYER,
+            profile=Profile("small", TOKENS, ROWS, mutant.ranks, PAGE),
+            seed=SEED,
+            engine="portable",
+            formats=Formats(),
+            workdir=str(work),
+            alone=mutant.alone,
+            only=cases,
+            kernels=kernels,
+        )
 
     def run(self, mutant: Mutant) -> dict[str, Any]:
         """``{"id", "verdicts": gate -> worst verdict, "why": gate -> first failure}``."""
@@ -197,7 +210,9 @@ class Bench:
             for thing, name, value in injection.patches:
                 stack.enter_context(patch.object(thing, name, value))
             try:
-                return run_local(made.profile.ranks, main, seed=mutant.seed, hooks=delayed if injection.late is not None else None)
+                return run_local(
+                    made.profile.ranks, main, seed=mutant.seed, hooks=delayed if injection.late is not None else None
+                )
             except PalimpsestError as error:
                 return [{"flags": [{"gate": "stopped", "verdict": "ERROR", "first_failure": str(error)}]}]
 
@@ -273,7 +288,9 @@ class Bench:
             counts.append(found)
         sheet, (derived, wide) = Sheet(SEAL, 0), counts
         for name, value in derived.items():
-            sheet.cell("O5").check(wide[name] >= value, 1, f"{name}: {wide[name]} with the wide bound, {value} with the derived one")
+            sheet.cell("O5").check(
+                wide[name] >= value, 1, f"{name}: {wide[name]} with the wide bound, {value} with the derived one"
+            )
         return close(sheet)
 
 
@@ -282,14 +299,22 @@ def _told(mutant: Mutant, error: RankError | None, behind: list[str], folder: Pa
     words, gate = TOLD[mutant.action]
     sheet = Sheet(SEAL, 0)
     sheet.cell("L3").check(not behind, 1, behind[0] if behind else "")
-    named = error is not None and error.rank == VICTIM and words in str(error) and mutant.argument in ("", "source", "plan", error.phase)
+    named = (
+        error is not None
+        and error.rank == VICTIM
+        and words in str(error)
+        and mutant.argument in ("", "source", "plan", error.phase)
+    )
     if mutant.action == "early_read":
         named = named and "latent_history" in explain_fault(folder, VICTIM)
     if named:
         sheet.cell(gate).fail(1, str(error), "ERROR")
     else:
         sheet.cell(gate).passed(1)
-    return [*close(sheet), *([] if named else [{"gate": "stopped", "verdict": "ERROR", "first_failure": f"not named as it was: {error}"}])]
+    return [
+        *close(sheet),
+        *([] if named else [{"gate": "stopped", "verdict": "ERROR", "first_failure": f"not named as it was: {error}"}]),
+    ]
 
 
 def alone(comm: Comm, config: dict[str, Any], emit: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ FLAGS = {
     "explain": {"model", "--context", "--rows", "--ranks", "--page", "--layer", "--json"},
     "checkpoint": {"action"},
     "preflight": {"directory", "--json"},
-    "qualify": {"model", "--layer", "--ranks", "--profile", "--seed", "--engine", "--kernel", "--evidence", "--self-test-record",
+    "qualify": {"model", "--layer", "--ranks", "--profile", "--seed", "--engine", "--kernel", "--evidence", "--self-test", "--self-test-record",
                 "--digest", "--trust", "--against", "--html", "--json"},
     "verify": {"folder", "--json"},
     "report": {"folder", "--html"},

@@ -48,8 +48,6 @@ def fuzz(target: Target, inputs: int, seed: int, escapes: list[dict[str, str]]) 
     rng = random.Random(f"{seed}/{target.name}")
     trees = [json.loads(data) for data in target.seeds] if target.json else []
     counts = {"inputs": 0, "accepted": 0, "refused": 0, "escaped": 0}
-    for data in target.seeds:
-        target.read(data)
     for _ in range(inputs):
         data = next_input(rng, target, trees)
         counts["inputs"] += 1

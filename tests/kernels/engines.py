@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from harness import aligned, make_call
+from bare_ranks import aligned, make_call
 
 from palimpsest.kernels.call import Chunk, no_tap
 from palimpsest.kernels.detect import available_engines

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from harness import Rank, on_ranks
+from bare_ranks import Rank, on_ranks
 
 from palimpsest.core.geometry import Formats, Geometry, Indexer, Rope
 from palimpsest.core.spec import Limits, Program

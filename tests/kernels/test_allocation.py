@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
-from harness import Rank, WireComm, Wires, make_call
+from bare_ranks import Rank, WireComm, Wires, make_call
 from micro import FORMATS, TOKENS, geometry, hidden_rows, load, program, weights
 from torch.profiler import ProfilerActivity, profile
 

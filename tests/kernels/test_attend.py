@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from harness import WireComm, Wires, make_call
+from bare_ranks import WireComm, Wires, make_call
 
 from palimpsest.kernels.call import Chunk
 from palimpsest.kernels.hostile import Draw, one, unit

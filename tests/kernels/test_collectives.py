@@ -5,7 +5,7 @@ import time
 from importlib import import_module
 
 import pytest
-from harness import make_call, on_ranks
+from bare_ranks import make_call, on_ranks
 from test_ops import compare, copied, play
 
 from palimpsest.kernels.table import contract, implementation

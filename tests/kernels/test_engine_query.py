@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from bare_ranks import aligned
 from engines import COMPILED
-from harness import aligned
 
 from palimpsest.kernels.call import Scratch
 from palimpsest.kernels.detect import available_engines

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
+from bare_ranks import Rank, aligned, on_ranks
 from engines import COMPILED, same_bits
-from harness import Rank, aligned, on_ranks
 
 from palimpsest.core.errors import BadConfig, Unavailable, UnknownName
 from palimpsest.core.geometry import Formats, Geometry, Indexer, Rope

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from harness import aligned
+from bare_ranks import aligned
 
 from palimpsest.kernels.call import Scratch
 from palimpsest.kernels.fp8 import Decoder, Quantiser, round_up_to_power_of_two

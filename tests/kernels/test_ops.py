@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import aligned, make_call, on_ranks
+from bare_ranks import aligned, make_call, on_ranks
 
 import palimpsest.kernels
 from palimpsest.core.errors import UnknownName

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from harness import aligned
+from bare_ranks import aligned
 from micro import FP8, geometry, program
 
 from palimpsest.core.errors import Unavailable, UnknownName, Unsupported

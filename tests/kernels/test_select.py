@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from harness import WireComm, Wires, make_call
+from bare_ranks import WireComm, Wires, make_call
 
 from palimpsest.kernels.call import Chunk
 from palimpsest.kernels.hostile import Draw, one
