@@ -19,13 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="rank processes (default: the profile's; 4 without DIR)")
     parser.add_argument(
         "--profile", default="small", metavar="P",
-        help="small: 4,096 tokens; wide: 1,048,576 tokens, 4 ranks; full: the same with 4,096 rows, 16 ranks, slow (default: small)",
+        help=("small: 4,096 tokens; wide: 1,048,576 tokens, 4 ranks; full: the same with 4,096 rows, 16 "
+            "ranks, slow (default: small)"),
     )  # fmt: skip
     parser.add_argument("--seed", type=int, metavar="N", help="seed of all inputs (default: a fixed one)")
     parser.add_argument("--engine", default="portable", metavar="E", help="kernels to qualify (default: portable)")
     parser.add_argument(
         "--kernel", action="append", default=[], metavar="OP=M:F",
-        help="qualify function F of Python module M in place of our kernel for OP; imports M, from this folder too; may be given again for other ops",
+        help=("qualify function F of Python module M in place of our kernel for OP; imports M, from this "
+            "folder too; may be given again for other ops"),
     )  # fmt: skip
     parser.add_argument(
         "--evidence", default="evidence", metavar="FOLDER", help="where evidence folders are kept (default: ./evidence)"
@@ -45,7 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--self-test",
         action="store_true",
-        help="show that this qualifier can fail: run every mutant, print the kill matrix, keep it in the user's cache folder (or in --evidence, if given)",
+        help=(
+            "show that this qualifier can fail: run every mutant, print the kill matrix, keep it in the "
+            "user's cache folder (or in --evidence, if given)"
+        ),
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report as one HTML page (no network)")
     parser.add_argument("--json", action="store_true", help="print the record as JSON on stdout, everything else on stderr")
@@ -161,8 +166,13 @@ class _Shown:
 
         self._console = Console(stderr=True, highlight=False)
         self._bar = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn(), console=self._console, transient=True
-        )  # fmt: skip
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+        )
         self._live = self._console.is_terminal
         self._task = self._bar.add_task("starting ranks", total=24)
         self._done: set[tuple[str, str]] = set()

@@ -1,4 +1,6 @@
-"""Turn what the ranks returned into the value of record.json: facts in one place, the verdict by the algebra, nothing else decided here."""
+"""Turn what the ranks returned into the value of record.json: facts in one place, the verdict by the algebra, nothing else
+decided here.
+"""
 
 import hashlib
 import json
@@ -17,8 +19,8 @@ from palimpsest.prove import foreign
 from palimpsest.prove import record as facts
 from palimpsest.prove.cases import Case, audited_rows
 from palimpsest.prove.evidence import file_digest
-from palimpsest.prove.gates import ABSENT, GATES, combine, worse
 from palimpsest.prove.foreign_run import spilled
+from palimpsest.prove.gates import ABSENT, GATES, combine, worse
 from palimpsest.prove.rank_setup import Setup
 from palimpsest.prove.schema import RECORD_SCHEMA
 
@@ -57,7 +59,7 @@ def assemble(
         "limits": asdict(p.limits),
         "profile": p.name,
         "engine": setup.job.engine,
-        "facts": {name: value for name, value in plain(dict(setup.program.facts)).items()},
+        "facts": dict(plain(dict(setup.program.facts)).items()),
         "steps": steps,
         "plan": {name: facts.arrangement_facts(plan, steps) for name, plan in setup.plans.items()},
         "machine": facts.machine_facts(),
@@ -126,7 +128,10 @@ def _checkpoint(setup: Setup, synthetic: bool) -> Tree:
         "synthetic": synthetic,
         "seed": _default_seed() if synthetic else None,
         "config_digest": file_digest(root / "config.json"),
-        "files": [{"name": name, "bytes": (root / name).stat().st_size, "sha256": file_digest(root / name)} for name in ("config.json", *shards)],
+        "files": [
+            {"name": name, "bytes": (root / name).stat().st_size, "sha256": file_digest(root / name)}
+            for name in ("config.json", *shards)
+        ],
         "tensors": {name: _tensor_digest(root, setup.checkpoint.tensors[name]) for name in names},
     }
 
@@ -164,7 +169,7 @@ def _numerics(setup: Setup) -> Tree:
 def _case(setup: Setup, case: Case, flags: list[Tree], ranks: list[Tree]) -> Tree:
     own = [f["verdict"] for f in flags if f["case"] == case.id]
     times = [r["times"].get(case.id, {}) for r in ranks]
-    minima = {name: value for name, value in asdict(case.minima).items()}
+    minima = dict(asdict(case.minima))
     planted = ["index_query", "head_weights", "appended index records"] if case.regime in ("lattice", "mixed") else []
     return {
         "id": case.id,

@@ -83,7 +83,8 @@ PORTABLE_1 = Arithmetic(
     provenance="formats: IEEE 754; block: the engine's contract; exp_eps: 1 ulp, documented for vector exponentials",
 )
 
-#: the amx engine: fp32 sums of exact bf16 products; p rounded to bf16, online softmax in blocks of 128. A sum of p @ values adds one
+#: the amx engine: fp32 sums of exact bf16 products; p rounded to bf16, online softmax in blocks of 128. A sum of p @ values
+#: adds one
 #: term per 32 ids and so is shallower than its block; exp_eps holds for a degree-6 polynomial, its fp32 steps and 2^n
 AMX_1 = Arithmetic(
     name="amx-1",
@@ -101,7 +102,10 @@ AMX_1 = Arithmetic(
     sum_rounded_p=True,
     div_u=4 * U32,
     out_u=0.0,
-    provenance="formats: IEEE 754 and TDPBF16PS (Intel SDM); block: the engine's contract; exp_eps: measured by a test over every exponent",
+    provenance=(
+        "formats: IEEE 754 and TDPBF16PS (Intel SDM); block: the engine's contract; exp_eps: measured by a "
+        "test over every exponent"
+    ),
 )
 
 #: the avx engine: fp32 scores in a fixed order; attention is the portable engine's file

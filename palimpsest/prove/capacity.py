@@ -160,7 +160,9 @@ class Soak:
         capped.check(late_mapping(2 * headroom), 1, "nothing can be mapped after the cap was lifted")
         grown = self.alone and leak(used, each)
         cell.check(
-            not grown, 1, f"heap bytes in use grew by {LEAK_BYTES} a replay in each of {SOAK_WINDOWS} windows of {each}, at last by {used[-1]}"
+            not grown,
+            1,
+            f"heap bytes in use grew by {LEAK_BYTES} a replay in each of {SOAK_WINDOWS} windows of {each}, at last by {used[-1]}",
         )
 
     def _window(self, cell: Cell, window: int, each: int) -> int | None:

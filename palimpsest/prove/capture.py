@@ -1,7 +1,8 @@
 """What one replay did, copied into private memory while it ran.
 
-A Watch is the hooks of ``Session.prefill``: it plants what the case declares as planted, compares the histories with an independent gather at the only
-moment they exist, and keeps copies or digests for the gates. It sends nothing, receives nothing, and reads planned bytes only.
+A Watch is the hooks of ``Session.prefill``: it plants what the case declares as planted, compares the histories with an
+independent gather at the only moment they exist, and keeps copies or digests for the gates. It sends nothing, receives nothing,
+and reads planned bytes only.
 """
 
 import hashlib
@@ -62,7 +63,8 @@ class Observation:
     """Private copies of one replay. Arrays of raw bytes are u8 [rows, bytes of a row].
 
     first_row, own: of the chunk, the rows this rank selects for; prepared: rows of a full chunk
-    ranked: whether the selector shows its scores; twins: per compared foreign step, what differs from the engine ("" for nothing) and bytes compared
+    ranked: whether the selector shows its scores; twins: per compared foreign step, what differs from the engine ("" for
+            nothing) and bytes compared
     """
 
     history: int
@@ -124,9 +126,18 @@ class Watch:
     """
 
     def __init__(
-        self, session: Session, caches: Caches, log: ScoreLog, *, observation: Observation, plant: Plant, block: Block, alone: bool,
-        selected: Callable[[], None] | None = None, allocating: frozenset[str] = frozenset(),
-    ):  # fmt: skip
+        self,
+        session: Session,
+        caches: Caches,
+        log: ScoreLog,
+        *,
+        observation: Observation,
+        plant: Plant,
+        block: Block,
+        alone: bool,
+        selected: Callable[[], None] | None = None,
+        allocating: frozenset[str] = frozenset(),
+    ):
         self.selected, self.allocating = selected, allocating | {"index_select"}
         self.session, self.arena, self.caches, self.log = session, session.arena, caches, log
         self.observation, self.plant, self.alone = observation, plant, alone
@@ -154,7 +165,9 @@ class Watch:
 
     def _pages(self) -> dict[str, NDArray[np.uint64]]:
         limits = self.session.program.limits
-        return {name: digests(raw(self.arena.view(name)).reshape(limits.rank_pages, -1)) for name in ("index_cache", "latent_cache")}
+        return {
+            name: digests(raw(self.arena.view(name)).reshape(limits.rank_pages, -1)) for name in ("index_cache", "latent_cache")
+        }
 
     def _written_digest(self) -> bytes:
         return whole_digest(np.concatenate([raw(self.arena.view(name)) for name in ("ids", "counts", "output")]))
@@ -205,7 +218,9 @@ class Watch:
     def _check_heap(self, step: Step) -> None:
         now = heap_bytes() if self._heap else None
         if self._heap and now and now[0] != self._heap[0] and step.name not in self.allocating:
-            self.observation.allocated.append(f"step {step.name}: bytes in large heap mappings went from {self._heap[0]} to {now[0]}")
+            self.observation.allocated.append(
+                f"step {step.name}: bytes in large heap mappings went from {self._heap[0]} to {now[0]}"
+            )
 
     def _keep(self, *names: str) -> None:
         for name in names:
@@ -231,7 +246,10 @@ class Watch:
     def _compare(self, cache: str, history: str) -> Compared:
         """The materialised history against the persistent pages of all ranks, plane by plane."""
         o, limits = self.observation, self.session.program.limits
-        planes = [(p, raw(self.arena.view(history, p.name)).reshape(limits.tokens, -1)) for p in self.session.program.by_name[history].planes]
+        planes = [
+            (p, raw(self.arena.view(history, p.name)).reshape(limits.tokens, -1))
+            for p in self.session.program.by_name[history].planes
+        ]
         widths = [plane.shape[1] for _, plane in planes]
         found = Compared(tokens=o.visible, nbytes=o.visible * sum(widths))
         for rank, first, pages in self.caches.shards(cache, o.visible, sum(widths)):
@@ -272,7 +290,9 @@ def raw_of(arena: Arena, name: str) -> Bytes:
 
 
 def _first_difference(plane: Bytes, part: Bytes, *, rank: int, first: int, ranks: int, visible: int) -> int | None:
-    """First token whose bytes in ``plane`` [tokens, width] differ from ``part`` [pages, page, width], a shard's pages from ``first`` on."""
+    """First token whose bytes in ``plane`` [tokens, width] differ from ``part`` [pages, page, width], a shard's pages from
+    ``first`` on.
+    """
     count, page, _ = part.shape
     begin = rank + first * ranks
     if (begin + (count - 1) * ranks + 1) * page <= visible:

@@ -93,7 +93,8 @@ def _context(p: Pair, values: F64, model: Arithmetic, dequant: float) -> Pair:
         span = slice(start, start + model.block)
         a, b, v = p[0][span], p[1][span], values[span]
         plus, minus = np.maximum(v, 0), np.minimum(v, 0)
-        # a product, then one addition less than there are ids, in some order (zeros that fill the last block add exactly); the fp64
+        # a product, then one addition less than there are ids, in some order (zeros that fill the last block add exactly); the
+        # fp64
         # sums of this evaluation beside them
         factor = (1 + dequant) * (1 + compound(len(v), model.sum_u)) * (1 + compound(2 * model.block, U64)) - 1
         grown = (b @ np.abs(v)) * factor + len(v) * TINY32

@@ -1,6 +1,7 @@
 """Fill this rank's share of the persistent caches with a case's seeded history, and plant what the case declares as planted.
 
-Only what is not there already is written: the same latents serve every case, and cases of one data name share their index records.
+Only what is not there already is written: the same latents serve every case, and cases of one data name share their index
+records.
 """
 
 from dataclasses import dataclass, field
@@ -53,7 +54,9 @@ class Caches:
             self._each(start, stop, lambda a, b: put_index(self.arena, self.rank, data, a, b))
             self._index.add((start, stop))
         for start, stop in self._latent.missing("latent", history):
-            self._each(start, stop, lambda a, b: put_records(self.arena, "latent_cache", self.rank, a, [data.latent_records(a, b)]))
+            self._each(
+                start, stop, lambda a, b: put_records(self.arena, "latent_cache", self.rank, a, [data.latent_records(a, b)])
+            )
             self._latent.add((start, stop))
 
     def _each(self, start: int, stop: int, write: "object") -> None:
@@ -95,8 +98,8 @@ def put_records(arena: Arena, cache: str, rank: int, start: int, planes: list[ND
 def plant(step_name: str, arena: Arena, *, case: Case, step: Replay, data: Data, rank: int, rows: range) -> None:
     """After a step of the replay: overwrite what the case declares as planted.
 
-    Lattice rows get their queries and head weights; with lattice queries the appended index records are lattice records too. Natural rows keep
-    what the layer computed.
+    Lattice rows get their queries and head weights; with lattice queries the appended index records are lattice records too.
+    Natural rows keep what the layer computed.
     """
     if step.regime not in ("lattice", "mixed"):
         return

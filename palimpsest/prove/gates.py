@@ -1,8 +1,9 @@
 """The gates of a qualification: their ids, what each must prove, and the algebra of verdicts.
 
-A gate returns one of PASS < INCONCLUSIVE < FAIL < ERROR with counters. Cells (case x rank x gate) combine by maximum and only all-PASS is a
-pass. There is no skip, no retry and no tolerance here: what can be exact is compared as bytes, the rest against bounds derived in
-``bounds.py``. The evaluations live beside this file in ``gates_*.py``; ``verify.py`` re-derives the verdict without importing any of them.
+A gate returns one of PASS < INCONCLUSIVE < FAIL < ERROR with counters. Cells (case x rank x gate) combine by maximum and only
+all-PASS is a pass. There is no skip, no retry and no tolerance here: what can be exact is compared as bytes, the rest against
+bounds derived in ``bounds.py``. The evaluations live beside this file in ``gates_*.py``; ``verify.py`` re-derives the verdict
+without importing any of them.
 """
 
 from collections.abc import Iterable
@@ -28,14 +29,25 @@ class Gate:
 _TABLE = (
     Gate("S1", "seal", "every view lies inside its segment", "views of both arrangements"),
     Gate("S2", "seal", "every view starts on its alignment", "views of both arrangements"),
-    Gate("S3", "seal", "the pairs that share bytes are exactly the planned ones, and the histories share exactly when planned", "pairs of views"),
-    Gate("S9", "seal", "views keep arena, offset, shape, strides, dtype and sharing in a fresh process", "views and sharing pairs"),
+    Gate(
+        "S3",
+        "seal",
+        "the pairs that share bytes are exactly the planned ones, and the histories share exactly when planned",
+        "pairs of views",
+    ),
+    Gate(
+        "S9", "seal", "views keep arena, offset, shape, strides, dtype and sharing in a fresh process", "views and sharing pairs"
+    ),
     Gate("S10", "seal", "staging, tables and signals lie in no reusable or persistent byte", "views"),
-    Gate("S8", "seal", "every byte a step reads was written in this epoch by its declared writer", "reads of replays of their own"),
+    Gate(
+        "S8", "seal", "every byte a step reads was written in this epoch by its declared writer", "reads of replays of their own"
+    ),
     Gate("A1", "seal", "logical bytes of base minus alias are exactly the index history", "planned and requested totals"),
     Gate("A2", "seal", "mapped bytes differ by named mappings only; proportional set size equals the plan", "mappings"),
     Gate("A4", "seal", "replays run under a cap at the sealed size, and a late allocation fails under it", "conditions"),
-    Gate("A5", "seal", "at three context lengths planned bytes follow the formula and mapped bytes follow the plan", "conditions"),
+    Gate(
+        "A5", "seal", "at three context lengths planned bytes follow the formula and mapped bytes follow the plan", "conditions"
+    ),
     Gate("A6", "seal", "100 mixed replays leave every allocation counter as it was", "replays, and the heap"),
     Gate("O4", "seal", "on exact probes the attention output is, bit for bit, what the ids alone give", "coordinates"),
     Gate("L1", "seal", "every rank's end was noticed and was a result", "ranks"),
@@ -47,7 +59,12 @@ _TABLE = (
     Gate("S4", "case", "addresses and offsets of every view are those of the seal", "views, at both ends of every replay"),
     Gate("S5", "case", "persistent caches change in the appended records only, and those equal an independent encode", "pages"),
     Gate("S6", "case", "reusable bytes outside the declared write set, red zones and slack are untouched", "checkpoints"),
-    Gate("S7", "case", "for buffers that share bytes, the last access of the early one happens before the first of the late one", "orderings"),
+    Gate(
+        "S7",
+        "case",
+        "for buffers that share bytes, the last access of the early one happens before the first of the late one",
+        "orderings",
+    ),
     Gate("A3", "case", "no allocation, no free and no new mapping between seal and end", "replays"),
     Gate("X1", "case", "persistent caches are equal in both arrangements", "pages"),
     Gate("X2", "case", "index queries and attention queries are equal in both arrangements", "rows"),

@@ -1,4 +1,4 @@
-"""Gates O0, O1, O1s, O2, O6: the output is the recorded tail in the emitted order, and lies where an independent oracle puts it."""
+"""Gates O0, O1, O1s, O2, O6: the output is the recorded tail in the emitted order, and lies where an oracle puts it."""
 
 import hashlib
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ from palimpsest.prove.tail import Tail, as_activation, tree_sum
 
 @dataclass(frozen=True)
 class OutputFacts:
-    """Prepared rows, top-k, local heads, hidden size, activation dtype name, softmax scale, the latent record's layout, the engine's arithmetic."""
+    """Prepared rows, top-k, local heads, hidden size, activation dtype name, softmax scale, the latent record's layout, the
+    engine's arithmetic.
+    """
 
     rows: int
     topk: int
@@ -31,7 +33,9 @@ class OutputFacts:
 
 
 class Oracle:
-    """O2. The check of a row is a function of its records, query and context alone, so equal bytes are checked once and counted each time."""
+    """O2. The check of a row is a function of its records, query and context alone, so equal bytes are checked once and counted
+    each time.
+    """
 
     def __init__(self, facts: OutputFacts):
         self.facts = facts
@@ -46,7 +50,9 @@ class Oracle:
         if made.digest() not in self._known:
             query = decode_activation(o.copies["query"][row].reshape(f.heads, -1), f.activation)
             truth = attend(records, query, f.layout, softmax_scale=f.softmax_scale, arithmetic=f.model)
-            self._known[made.digest()] = check_context(o.copies["context"][row].view("<f4").reshape(f.heads, f.layout.kv_lora), truth)
+            self._known[made.digest()] = check_context(
+                o.copies["context"][row].view("<f4").reshape(f.heads, f.layout.kv_lora), truth
+            )
         return self._known[made.digest()]
 
 
@@ -63,7 +69,12 @@ def tail_gates(sheet: Sheet, o: Observation, oracle: Oracle, tail: Tail, audited
     for row in range(o.rows):
         same = np.array_equal(context[row], o.copies["context"][row]) and np.array_equal(partial[row], o.copies["partial"][row])
         part = "context" if not np.array_equal(context[row], o.copies["context"][row]) else "partial output"
-        sheet.cell("O1").check(same, 1, f"{where} row {row}: the {part} is not the tail's on the emitted ids", context[row].nbytes + partial[row].nbytes)
+        sheet.cell("O1").check(
+            same,
+            1,
+            f"{where} row {row}: the {part} is not the tail's on the emitted ids",
+            context[row].nbytes + partial[row].nbytes,
+        )
     if audited:
         _again(sheet, o, f, tail, np.asarray(audited), context, where)
         for row in audited:
@@ -74,7 +85,13 @@ def _usable(ids: NDArray[np.int32], counts: NDArray[np.int32], o: Observation) -
     """Whether the ids can be looked up at all; K1 says what is wrong with them otherwise."""
     slots = np.arange(ids.shape[1]) < counts[:, None]
     inside = (ids >= 0) & (ids < o.visible)
-    return bool((counts >= 0).all() and (counts <= ids.shape[1]).all() and (inside | ~slots).all() and (counts > 0).all() and (ids[~slots] < 0).all())
+    return bool(
+        (counts >= 0).all()
+        and (counts <= ids.shape[1]).all()
+        and (inside | ~slots).all()
+        and (counts > 0).all()
+        and (ids[~slots] < 0).all()
+    )
 
 
 def _unusable(sheet: Sheet, o: Observation, f: OutputFacts, audited: tuple[int, ...], where: str) -> None:
@@ -85,9 +102,7 @@ def _unusable(sheet: Sheet, o: Observation, f: OutputFacts, audited: tuple[int, 
             sheet.cell(gate).fail(count, text)
 
 
-def _again(
-    sheet: Sheet, o: Observation, f: OutputFacts, tail: Tail, rows: NDArray[np.int64], context: Bytes, where: str
-) -> None:
+def _again(sheet: Sheet, o: Observation, f: OutputFacts, tail: Tail, rows: NDArray[np.int64], context: Bytes, where: str) -> None:
     """O0: the audited rows once more, alone; O1s: the same ids in reverse order give other bytes in at least one of them."""
     ids, counts = o.array("ids", np.int32, f.rows, f.topk)[rows], o.array("counts", np.int32, f.rows)[rows]
     once = tail.attend(o, ids, counts, rows)
@@ -108,19 +123,28 @@ def _again(
     if moved:
         cell.passed(1, other.nbytes)
     else:
-        cell.fail(1, f"{where}: reversing the ids changes no byte of {len(rows)} audited rows, so the order check is empty", "INCONCLUSIVE")
+        cell.fail(
+            1,
+            f"{where}: reversing the ids changes no byte of {len(rows)} audited rows, so the order check is empty",
+            "INCONCLUSIVE",
+        )
 
 
 def _oracle(sheet: Sheet, o: Observation, oracle: Oracle, row: int, ids: NDArray[np.int32], where: str) -> None:
     """O2 of one row."""
     cell, found = sheet.cell("O2"), oracle.check(o, row, ids)
     cell.extreme(found.worst)
-    text = f"{where} row {row}: {found.faults} of {found.checked} coordinates outside the bound, the first at (head, feature) {found.first}"
+    text = (
+        f"{where} row {row}: {found.faults} of {found.checked} coordinates outside the bound, the first at "
+        f"(head, feature) {found.first}"
+    )
     cell.check(not found.faults, found.checked, text, len(ids) * oracle.facts.layout.record_bytes)
 
 
 def reduced(sheet: Sheet, o: Observation, f: OutputFacts, partials: list[Bytes], where: str) -> None:
-    """The second half of O1: the output is the fixed tree over all ranks' partial rows, rounded once; rows past the chunk were left alone."""
+    """The second half of O1: the output is the fixed tree over all ranks' partial rows, rounded once; rows past the chunk were
+    left alone.
+    """
     cell = sheet.cell("O1")
     dtype = TORCH_DTYPES[f.activation]
     output = o.copies["output"].reshape(f.rows, -1)
@@ -138,7 +162,9 @@ def sanity(sheet: Sheet, o: Observation, f: OutputFacts, where: str) -> None:
         return
     cell = sheet.cell("O6")
     output = o.copies["output"].reshape(f.rows, -1)[: o.rows]
-    values = torch.from_numpy(output.reshape(-1).copy()).view(TORCH_DTYPES[f.activation]).to(torch.float32).numpy().reshape(o.rows, -1)
+    values = (
+        torch.from_numpy(output.reshape(-1).copy()).view(TORCH_DTYPES[f.activation]).to(torch.float32).numpy().reshape(o.rows, -1)
+    )
     finite = np.isfinite(values).all(axis=1)
     same = (output == o.copies["output_before"].reshape(f.rows, -1)[: o.rows]).all(axis=1)
     for row in range(o.rows):

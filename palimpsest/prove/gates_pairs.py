@@ -1,4 +1,5 @@
-"""Gates that compare two things of the same replay: base with alias (X1-X3, half of K2), rank with rank (X5), replay with replay (C11).
+"""Gates that compare two things of the same replay: base with alias (X1-X3, half of K2), rank with rank (X5), replay with replay
+(C11).
 
 Of the base arrangement only digests and this rank's selected ids are kept, so memory does not grow with the context.
 """
@@ -48,7 +49,9 @@ def keep(o: Observation, topk: int) -> Kept:
 
 
 def same_where_same_ids(first: Kept, second: Kept) -> bool:
-    """A selector that breaks ties as it likes: attention and output are equal in every row whose ids are; the other rows are proved one by one."""
+    """A selector that breaks ties as it likes: attention and output are equal in every row whose ids are; the other rows are
+    proved one by one.
+    """
     same = first.row_ids == second.row_ids
     pairs = [(first.row_outputs, second.row_outputs), *((first.rows[name], second.rows[name]) for name in ("context", "partial"))]
     return all(np.array_equal(one[same], two[same]) for one, two in pairs)
@@ -66,7 +69,9 @@ def arrangements(sheet: Sheet, base: Kept, alias: Kept, o: Observation, where: s
             text = f"{where}: row {int(bad[0]) if len(bad) else 0} of {name} differs between base and alias"
             sheet.cell(gate).check(not len(bad), units, text, o.copies[name].nbytes)
     if own_order:
-        sheet.cell("O1").check(same_where_same_ids(base, alias), 0, f"{where}: outputs of rows with the same ids differ between base and alias")
+        sheet.cell("O1").check(
+            same_where_same_ids(base, alias), 0, f"{where}: outputs of rows with the same ids differ between base and alias"
+        )
         return
     for row in range(o.first_row, o.first_row + o.own):
         same = row in base.scores and base.scores[row] == alias.scores.get(row)
@@ -100,9 +105,13 @@ def shard_map(sheet: Sheet, cards: list[Card], *, pages: int, record: dict[str, 
 
 
 def repeats(sheet: Sheet, first: Kept, again: Kept, where: str, *, own_order: bool = False) -> None:
-    """C11 equals C09 byte for byte: selection, scores, attention, output; with ``own_order`` the last two, in rows with the same ids."""
+    """C11 equals C09 byte for byte: selection, scores, attention, output; with ``own_order`` the last two, in rows with the same
+    ids.
+    """
     if own_order:
-        sheet.cell("O1").check(same_where_same_ids(first, again), 1, f"{where}: rows with the same ids differ from those of the first replay")
+        sheet.cell("O1").check(
+            same_where_same_ids(first, again), 1, f"{where}: rows with the same ids differ from those of the first replay"
+        )
         return
     same = (
         (first.ids, first.counts, first.output, first.scores) == (again.ids, again.counts, again.output, again.scores)

@@ -1,7 +1,7 @@
 """Gates K1-K6: what was ranked, what was selected, and what the persistent bytes say should have been.
 
-A Judge follows one replay of one arrangement. It sees every row's ranked scores once, while the block that holds them exists, and recomputes scores of audited
-and of lattice rows from the persistent caches of all ranks, which it reads past the transport.
+A Judge follows one replay of one arrangement. It sees every row's ranked scores once, while the block that holds them exists,
+and recomputes scores of audited and of lattice rows from the persistent caches of all ranks, which it reads past the transport.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,7 +96,17 @@ class Judge:
 
     gate = "K2"
 
-    def __init__(self, sheet: Sheet, facts: IndexFacts, plan: Plan, *, where: str, counters: Counters, ids: Callable[[], tuple[Any, Any]], caches: Caches):
+    def __init__(
+        self,
+        sheet: Sheet,
+        facts: IndexFacts,
+        plan: Plan,
+        *,
+        where: str,
+        counters: Counters,
+        ids: Callable[[], tuple[Any, Any]],
+        caches: Caches,
+    ):
         self.sheet, self.facts, self.plan, self.where, self.counters, self.caches = sheet, facts, plan, where, counters, caches
         self._ids = ids
         self.observation: Observation | None = None
@@ -165,8 +175,12 @@ class Judge:
         return {row: joined(found) for row, found in parts.items() if found}
 
     def _cutoff(self, row: int, found: Filtered) -> Cutoff:
-        """The exact cutoff of a row, from its filtered scores and, where they do not decide, from integers over the persistent bytes."""
-        return exact_cutoff(found.value, found.error, min(self.facts.topk, len(found.value)), refiner(self._row(row), self._read_index))
+        """The exact cutoff of a row, from its filtered scores and, where they do not decide, from integers over the persistent
+        bytes.
+        """
+        return exact_cutoff(
+            found.value, found.error, min(self.facts.topk, len(found.value)), refiner(self._row(row), self._read_index)
+        )
 
     def _read_index(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.uint8], NDArray[np.float32] | None]:
         """Index records of a few ids: value bytes and scales."""
@@ -191,12 +205,18 @@ class Judge:
         if not (np.isfinite(ranked).all() and np.isfinite(found.value).all()):
             cell.fail(n, f"{where}: scores that are not finite")
             return
-        allowed = score_error(f.model, value=found.value, mass=found.mass, spread=found.spread, heads=f.heads, dim=f.dim) + found.error
+        allowed = (
+            score_error(f.model, value=found.value, mass=found.mass, spread=found.spread, heads=f.heads, dim=f.dim) + found.error
+        )
         off = np.abs(ranked.astype(np.float64) - found.value)
         bad = np.flatnonzero(off > allowed)
         if len(bad):
             i = int(bad[0])
-            cell.fail(n, f"{where}: id {i} was ranked at {float(ranked[i]).hex()}, its bytes give {float(found.value[i]).hex()} +- {float(allowed[i]).hex()}")
+            cell.fail(
+                n,
+                f"{where}: id {i} was ranked at {float(ranked[i]).hex()}, its bytes give "
+                f"{float(found.value[i]).hex()} +- {float(allowed[i]).hex()}",
+            )
             return
         cell.extreme(float(np.max(off / np.maximum(allowed, np.finfo(np.float64).tiny))))
         cutoff = self._cutoff(row, found)
@@ -248,7 +268,13 @@ class Judge:
         certificate = ties.certificate(tie_row, found, cutoff, self.record, model=f.model, bits=bits)
         faults = ties.check_certificate(certificate, self.record)
         faults += [f"id {m['id']} is a {m['class']}" for m in certificate["members"] if m["class"] != "exact_tie"]
-        self.certificates.append({"between": ["base", "alias"], "certificate": certificate, "records": {str(i): self.record(i).hex() for i in sorted(set(wanted))}})
+        self.certificates.append(
+            {
+                "between": ["base", "alias"],
+                "certificate": certificate,
+                "records": {str(i): self.record(i).hex() for i in sorted(set(wanted))},
+            }
+        )
         cell.check(not faults, 1, f"{self.where} row {row}: {'; '.join(faults[:3])}", base.nbytes)
 
     @property
@@ -264,9 +290,11 @@ def _no_refinement(ids: NDArray[np.int64]) -> list[Exact]:
 def joined(parts: list[Filtered]) -> Filtered:
     spreads = [p.spread for p in parts if p.spread is not None]
     return Filtered(
-        np.concatenate([p.value for p in parts]), np.concatenate([p.error for p in parts]), np.concatenate([p.mass for p in parts]),
+        np.concatenate([p.value for p in parts]),
+        np.concatenate([p.error for p in parts]),
+        np.concatenate([p.mass for p in parts]),
         np.concatenate(spreads) if spreads else None,
-    )  # fmt: skip
+    )
 
 
 def _lattice_fault(found: Filtered, ranked: NDArray[np.float32], start: int) -> str:
@@ -311,14 +339,18 @@ def emitted(sheet: Sheet, o: Observation, judge: Judge, rows: int, where: str) -
     ids, counts = o.array("ids", np.int32, rows, judge.facts.topk), o.array("counts", np.int32, rows)
     for row in range(o.first_row, o.first_row + o.own):
         if row not in judge.judged or not np.array_equal(ids[row, : counts[row]], judge.judged[row]):
-            sheet.cell(judge.gate).fail(0, f"{where} row {row}: the ids that reached the attention are not those the selector ranked")
+            sheet.cell(judge.gate).fail(
+                0, f"{where} row {row}: the ids that reached the attention are not those the selector ranked"
+            )
             return
 
 
 def structure(sheet: Sheet, o: Observation, facts: IndexFacts, rows: int, where: str) -> None:
     """K1 over the ids every rank holds (all prepared ``rows``) and over the active rows of this rank's own slice."""
     cell, k = sheet.cell("K1"), facts.topk
-    everywhere = ties.structure_faults(o.array("ids", np.int32, rows, k), o.array("counts", np.int32, rows), history=o.history, rows=o.rows, topk=k)
+    everywhere = ties.structure_faults(
+        o.array("ids", np.int32, rows, k), o.array("counts", np.int32, rows), history=o.history, rows=o.rows, topk=k
+    )
     local = o.array("local_counts", np.int32, 2, -1)[0, : o.own]
     ids = o.array("local_ids", np.int32, -1, k)[: o.own]
     mine = ties.structure_faults(ids, local, history=o.history, rows=o.rows, topk=k, first_row=o.first_row)

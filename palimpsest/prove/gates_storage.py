@@ -25,9 +25,13 @@ def seal_plan(sheet: Sheet, plan: Plan, program: Program, arrangement: str) -> N
     sizes = {segment.kind: segment.nbytes for segment in plan.segments}
     wanted = {b.name: b.nbytes for b in program.all_buffers}
     for p in plan.places:
-        good = 0 <= p.offset and p.nbytes == wanted.get(p.buffer) and p.offset + p.nbytes <= sizes.get(p.kind, -1) <= _LARGEST
-        sheet.cell("S1").check(good, 1, f"{arrangement}: {p.buffer} [{p.offset}, {p.stop}) does not lie in its {p.kind} segment", p.nbytes)
-        sheet.cell("S2").check(p.offset % p.align == 0, 1, f"{arrangement}: {p.buffer} starts at {p.offset}, not a multiple of {p.align}")
+        good = p.offset >= 0 and p.nbytes == wanted.get(p.buffer) and p.offset + p.nbytes <= sizes.get(p.kind, -1) <= _LARGEST
+        sheet.cell("S1").check(
+            good, 1, f"{arrangement}: {p.buffer} [{p.offset}, {p.stop}) does not lie in its {p.kind} segment", p.nbytes
+        )
+        sheet.cell("S2").check(
+            p.offset % p.align == 0, 1, f"{arrangement}: {p.buffer} starts at {p.offset}, not a multiple of {p.align}"
+        )
         for plane in program.by_name[p.buffer].planes:
             start = p.offset + program.by_name[p.buffer].plane_offset(plane.name)
             if start % max(1, plane.nbytes // max(1, int(np.prod(plane.shape)))):
@@ -36,7 +40,9 @@ def seal_plan(sheet: Sheet, plan: Plan, program: Program, arrangement: str) -> N
 
 
 def _relation(sheet: Sheet, plan: Plan, program: Program, arrangement: str) -> None:
-    """S3: the pairs that share bytes are those the plan names, no two of them are alive together, the histories are as the arrangement says."""
+    """S3: the pairs that share bytes are those the plan names, no two of them are alive together, the histories are as the
+    arrangement says.
+    """
     cell = sheet.cell("S3")
     named = {frozenset((o.early, o.late)): (o.start, o.stop) for o in plan.overlaps}
     found: dict[frozenset[str], tuple[int, int]] = {}
@@ -53,22 +59,34 @@ def _relation(sheet: Sheet, plan: Plan, program: Program, arrangement: str) -> N
                     found[frozenset((first.buffer, second.buffer))] = span
                 cell.passed(1)
     for names in sorted(map(sorted, found.keys() ^ named.keys())):
-        cell.fail(0, f"{arrangement}: {names[0]} and {names[1]} " + ("share bytes unnamed" if frozenset(names) in found else "share no bytes but are named"))
+        cell.fail(
+            0,
+            f"{arrangement}: {names[0]} and {names[1]} "
+            + ("share bytes unnamed" if frozenset(names) in found else "share no bytes but are named"),
+        )
     spans = _spans(program)
     for pair, span in found.items():
         (one, (begin, end)), (two, (start, stop)) = ((name, spans[name]) for name in sorted(pair))
         if not (end < start or stop < begin) or plan.by_name[one].kind != "reusable":
-            cell.fail(0, f"{arrangement}: {one} (steps {begin}..{end}) and {two} (steps {start}..{stop}) share {span} while both are alive")
+            cell.fail(
+                0,
+                f"{arrangement}: {one} (steps {begin}..{end}) and {two} (steps {start}..{stop}) share "
+                f"{span} while both are alive",
+            )
     index, latent = (plan.by_name[name] for name in program.histories)
     together = frozenset((index.buffer, latent.buffer))
     if arrangement == "base" and together in found:
         cell.fail(0, f"base: the histories share bytes {found[together]}")
     if arrangement == "alias" and not _is_head(index, latent):
-        cell.fail(0, f"alias: index history [{index.offset}, {index.stop}) is not the head of the latent history [{latent.offset}, {latent.stop})")
+        cell.fail(
+            0,
+            f"alias: index history [{index.offset}, {index.stop}) is not the head of the latent history "
+            f"[{latent.offset}, {latent.stop})",
+        )
 
 
 def _spans(program: Program) -> dict[str, tuple[int, int]]:
-    """Buffer -> positions of the first and the last step that touches it; what the caller reads or fills reaches past the steps."""
+    """Buffer -> positions of the first and the last step that touches it; the caller's buffers reach past the steps."""
     spans: dict[str, tuple[int, int]] = {}
     for at, step in enumerate(program.steps):
         for _, name in step.accesses():
@@ -91,7 +109,9 @@ def saving(sheet: Sheet, base: Plan, alias: Plan, *, requested: Mapping[str, int
     """
     wanted = record * base.limits.tokens
     for name, difference in (("plans", base.total - alias.total), ("arenas", requested["base"] - requested["alias"])):
-        sheet.cell("A1").check(difference == wanted, 1, f"{name}: base minus alias is {difference} bytes, the index history has {wanted}", wanted)
+        sheet.cell("A1").check(
+            difference == wanted, 1, f"{name}: base minus alias is {difference} bytes, the index history has {wanted}", wanted
+        )
 
 
 def mapped_bytes(sheet: Sheet, mappings: Mapping[str, list[Mapped]], plans: Mapping[str, Plan]) -> dict[str, dict[str, int]]:
@@ -145,12 +165,16 @@ def moved(arena: Arena, sealed: Mapping[str, int]) -> list[str]:
 
 
 def case_gates(sheet: Sheet, o: Observation, *, views: int, slack: list[str], tokens_rows: int, where: str) -> None:
-    """S4, S6, A3, X4, X6, V2 of one replay. views: of this arrangement; tokens_rows: prepared rows (units of the visible vector in X4)."""
+    """S4, S6, A3, X4, X6, V2 of one replay. views: of this arrangement; tokens_rows: prepared rows (units of the visible vector
+    in X4).
+    """
     sheet.cell("S4").check(not o.moved, 2 * views, f"{where}: {o.moved[0] if o.moved else ''}")
     early = f"{where}: bytes {o.early_damage} changed before the latent gather though no step so far may write them"
     sheet.cell("S6").check(o.early_damage is None, 1, early, o.early_bytes)
     damage = [str(o.end_damage)] if o.end_damage else slack
-    sheet.cell("S6").check(not damage, 1, f"{where}: bytes outside the declared write set changed: {damage[0] if damage else ''}", o.kept_bytes)
+    sheet.cell("S6").check(
+        not damage, 1, f"{where}: bytes outside the declared write set changed: {damage[0] if damage else ''}", o.kept_bytes
+    )
     sheet.cell("A3").check(not o.allocated, 1, f"{where}: {o.allocated[0] if o.allocated else ''}")
     for name, found in (("index", o.index), ("latent", o.latent)):
         text = f"{where}: token {found.first_bad} of the {name} history is not what the persistent cache holds"
@@ -159,14 +183,23 @@ def case_gates(sheet: Sheet, o: Observation, *, views: int, slack: list[str], to
     for name, before, after in zip(("caller's rows", "weights", "tables"), o.inputs_before, o.inputs_after, strict=True):
         sheet.cell("X6").check(before == after, 1, f"{where}: the {name} changed")
     good = o.poisoned > 0 and o.overwritten > 0 and o.end_damage is None
-    sheet.cell("V2").check(good, 1, f"{where}: {o.poisoned} bytes poisoned, {o.overwritten} overwritten, residual damaged at {o.end_damage}", o.poisoned)
+    sheet.cell("V2").check(
+        good,
+        1,
+        f"{where}: {o.poisoned} bytes poisoned, {o.overwritten} overwritten, residual damaged at {o.end_damage}",
+        o.poisoned,
+    )
 
 
 def _visible(sheet: Sheet, o: Observation, rows: int, where: str) -> None:
     """The visible(r) vector: row r ranked exactly history + r + 1 scores; the counts of all rows follow from it."""
     cell = sheet.cell("X4")
     own = o.own if o.ranked else 0
-    wrong = [r for r in range(own) if r + o.first_row not in o.scores or o.scores[r + o.first_row].count != o.history + o.first_row + r + 1]
+    wrong = [
+        r
+        for r in range(own)
+        if r + o.first_row not in o.scores or o.scores[r + o.first_row].count != o.history + o.first_row + r + 1
+    ]
     if wrong:
         row = wrong[0] + o.first_row
         got = o.scores[row].count if row in o.scores else 0
@@ -179,15 +212,23 @@ def _visible(sheet: Sheet, o: Observation, rows: int, where: str) -> None:
     cell.check(bool((counts == expected).all()), rows, f"{where}: the counts of the rows are not min(k, visible)", counts.nbytes)
 
 
-def persistence(sheet: Sheet, o: Observation, made: Mapping[str, Mapping[int, Bytes]], *, page: int, ranks: int, rank: int, where: str) -> None:
-    """S5: pages without appended tokens are unchanged, the others changed in the appended records only, and those are as ``made``."""
+def persistence(
+    sheet: Sheet, o: Observation, made: Mapping[str, Mapping[int, Bytes]], *, page: int, ranks: int, rank: int, where: str
+) -> None:
+    """S5: pages without appended tokens are unchanged, the others changed in the appended records only, and those are as
+    ``made``.
+    """
     cell = sheet.cell("S5")
     for cache, before in o.pages_before.items():
         touched = o.touched[cache]
         same = before == o.pages_after[cache]
         same[list(touched)] = True
         bad = np.flatnonzero(~same)
-        cell.check(not len(bad), len(before), f"{where}: page {int(bad[0]) if len(bad) else 0} of {cache} changed without an appended token")
+        cell.check(
+            not len(bad),
+            len(before),
+            f"{where}: page {int(bad[0]) if len(bad) else 0} of {cache} changed without an appended token",
+        )
         for local, old in touched.items():
             number = local * ranks + rank
             first, stop = max(o.history - number * page, 0), min(o.visible - number * page, page)
@@ -196,7 +237,11 @@ def persistence(sheet: Sheet, o: Observation, made: Mapping[str, Mapping[int, By
             cell.n_bytes += found.nbytes
             if not np.array_equal(found, expected):
                 at = int(np.flatnonzero(found != expected)[0])
-                cell.fail(0, f"{where}: byte {at} of page {local} of {cache} is not what appending tokens {first}..{stop - 1} of it writes")
+                cell.fail(
+                    0,
+                    f"{where}: byte {at} of page {local} of {cache} is not what appending tokens "
+                    f"{first}..{stop - 1} of it writes",
+                )
 
 
 def _widths(cache: str, page_bytes: Bytes, page: int) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The parent of a qualification: resolve the model, check it, start the ranks, gather what they found, write the evidence.
 
-The parent judges nothing. It forms the verdict from the ranks' cells by the algebra of ``gates.py``; ``verify`` forms it again from the files.
+The parent judges nothing. It forms the verdict from the ranks' cells by the algebra of ``gates.py``; ``verify`` forms it again
+from the files.
 """
 
 import tempfile
@@ -66,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run found: ``record`` is record.json's value, ``flags`` the lines of flags.jsonl, ``folder`` the published evidence."""
+    """What a run found: ``record`` is record.json's value, ``flags`` the lines of flags.jsonl, ``folder`` the evidence."""
 
     record: dict[str, Any]
     flags: list[dict[str, Any]]
@@ -81,8 +82,8 @@ class Outcome:
 def qualify(request: Request, progress: Progress | None = None) -> Outcome:
     """Run all cases in both arrangements on real rank processes and publish the evidence.
 
-    Raises UserError for what is wrong before anything ran (unknown profile, incomplete checkpoint, impossible ranks, full disk). A rank that dies or
-    hangs is published as a record with verdict ERROR and then raised as RankError.
+    Raises UserError for what is wrong before anything ran (unknown profile, incomplete checkpoint, impossible ranks, full disk).
+    A rank that dies or hangs is published as a record with verdict ERROR and then raised as RankError.
     """
     started = time.monotonic_ns()
     with ExitStack() as stack:
@@ -107,7 +108,13 @@ def qualify(request: Request, progress: Progress | None = None) -> Outcome:
 
 
 def publish(
-    folder: EvidenceFolder, setup: Setup, results: list[Any], *, request: Request, elapsed_ns: int, failure: RankError | None = None
+    folder: EvidenceFolder,
+    setup: Setup,
+    results: list[Any],
+    *,
+    request: Request,
+    elapsed_ns: int,
+    failure: RankError | None = None,
 ) -> Outcome:
     """Write record, flags and certificates of a run beside its log, and publish the folder."""
     stamp = utc_stamp()
@@ -127,13 +134,17 @@ def publish(
     if not (folder.work / "log.txt").exists():
         folder.write("log.txt", "")
     tree |= {
-        "started_utc": stamp, "argv": [_relative(word) for word in request.argv], "cwd_rel": ".", "env": environment, "env_digest": environment_digest,
+        "started_utc": stamp,
+        "argv": [_relative(word) for word in request.argv],
+        "cwd_rel": ".",
+        "env": environment,
+        "env_digest": environment_digest,
         "previous": previous_digest(request.evidence, setup.plans["alias"].digest),
         "self_test": None if licence is None else licence.digest,
         "gates_absent": [*tree["gates_absent"], *(UNLICENSED if licence is None else ())],
         "events": {"file": "events.jsonl", "sha256": folder.digest("events.jsonl"), "lines": len(events)},
         "flags": {"file": "flags.jsonl", "sha256": folder.digest("flags.jsonl"), "cells": len(flags)},
-    }  # fmt: skip
+    }
     folder.write_lines("record.json", [tree])
     return Outcome(tree, flags, folder.publish())
 
@@ -157,7 +168,9 @@ def licence_of(request: Request, package_digest: str) -> Licence | None:
 
 @dataclass(frozen=True)
 class Before:
-    """What there was when the ranks were started: the parent's children, its sockets and memory files, and who every rank must be."""
+    """What there was when the ranks were started: the parent's children, its sockets and memory files, and who every rank must
+    be.
+    """
 
     children: set[int]
     things: set[str]
@@ -191,7 +204,9 @@ def _tiny(private: Path) -> Path:
 
 
 def prepare_setup(request: Request, model: Path, private: Path) -> Setup:
-    """Everything that can be wrong without running: preflight, layer, sizes, plans. ``private`` gets the ranks' folder. Raises UserError."""
+    """Everything that can be wrong without running: preflight, layer, sizes, plans. ``private`` gets the ranks' folder. Raises
+    UserError.
+    """
     kernels = foreign.parse(request.kernels)
     foreign.load_all(kernels)
     geometry, formats = examine(model)
@@ -200,9 +215,16 @@ def prepare_setup(request: Request, model: Path, private: Path) -> Setup:
     work = private / "ranks"
     work.mkdir(mode=0o700)
     job = Job(
-        model=str(model.resolve()), layer=layer, profile=sizes, seed=request.seed, engine=request.engine, formats=formats, workdir=str(work),
-        alone=True, kernels=kernels,
-    )  # fmt: skip
+        model=str(model.resolve()),
+        layer=layer,
+        profile=sizes,
+        seed=request.seed,
+        engine=request.engine,
+        formats=formats,
+        workdir=str(work),
+        alone=True,
+        kernels=kernels,
+    )
     return Setup(job)
 
 
@@ -220,7 +242,9 @@ def examine(model: Path) -> tuple[Geometry, Formats]:
     )  # fmt: skip
     report = preflight(checkpoint, geometry, names)
     if report.errors:
-        raise BadCheckpoint(f"{model}: {len(report.errors)} preflight errors, the first is {report.errors[0]}; run: palimpsest preflight {model}")
+        raise BadCheckpoint(
+            f"{model}: {len(report.errors)} preflight errors, the first is {report.errors[0]}; run: palimpsest preflight {model}"
+        )
     if not geometry.full_layers:
         raise Unsupported(f"{geometry.name} has no layer that selects by itself, so there is nothing to qualify")
     return geometry, recipes.default_formats(geometry)
@@ -231,7 +255,9 @@ def choose_profile(request: Request, geometry: Geometry) -> Profile:
     if request.profile not in PROFILES:
         return profile(request.profile)
     base = PROFILES[request.profile]
-    ranks = request.ranks if request.ranks is not None else min(base.ranks, DEFAULT_RANKS) if request.model is None else base.ranks
+    ranks = (
+        request.ranks if request.ranks is not None else min(base.ranks, DEFAULT_RANKS) if request.model is None else base.ranks
+    )
     if ranks < 1 or ranks & (ranks - 1) or geometry.heads % ranks:
         fitting = [n for n in (1, 2, 4, 8, 16, 32, 64) if geometry.heads % n == 0]
         raise BadConfig(
@@ -241,7 +267,8 @@ def choose_profile(request: Request, geometry: Geometry) -> Profile:
     found = replace(base, ranks=ranks)
     if geometry.indexer.topk > found.tokens // 4:
         raise BadConfig(
-            f"top-k {geometry.indexer.topk} of {geometry.name} exceeds a quarter of the {found.tokens} tokens of profile {found.name}; "
+            f"top-k {geometry.indexer.topk} of {geometry.name} exceeds a quarter of the {found.tokens} "
+            f"tokens of profile {found.name}; "
             "use --profile wide"
         )
     return found
@@ -252,5 +279,10 @@ def _run(setup: Setup, log: Path, progress: Progress | None) -> list["RankExit"]
 
     deadline = DEADLINES[setup.profile.name]
     return spawn(
-        setup.profile.ranks, "palimpsest.prove.rank_main:run_rank", setup.job.to_json(), deadline_s=deadline, log=log, on_event=progress
-    )  # fmt: skip
+        setup.profile.ranks,
+        "palimpsest.prove.rank_main:run_rank",
+        setup.job.to_json(),
+        deadline_s=deadline,
+        log=log,
+        on_event=progress,
+    )

@@ -1,8 +1,8 @@
 """What each rank runs: both arrangements, all cases, every gate, on real planned memory.
 
-``run_rank`` is the target of ``ranks.spawn`` and of ``ranks.local``. Within a case: fill the persistent caches, poison, replay with a Watch, then judge. Cases of
-one queue are replayed without a judgement between them. Ranks share small facts through files of the run's private folder and meet at barriers of
-``Comm``; what the gates compare with is read past ``Comm``.
+``run_rank`` is the target of ``ranks.spawn`` and of ``ranks.local``. Within a case: fill the persistent caches, poison, replay
+with a Watch, then judge. Cases of one queue are replayed without a judgement between them. Ranks share small facts through files
+of the run's private folder and meet at barriers of ``Comm``; what the gates compare with is read past ``Comm``.
 """
 
 import contextlib
@@ -41,7 +41,8 @@ from palimpsest.run.poison import poison
 
 #: the largest case, in which torch's allocator is metered as well (A3); one profiler at a time needs a process of its own
 METERED = "C03"
-#: cases whose alias replays run under the allocation guard: full, partial, one row, none. It doubles the time of small steps; in every case
+#: cases whose alias replays run under the allocation guard: full, partial, one row, none. It doubles the time of small steps;
+#: in every case
 #: mappings and large heap blocks are compared
 GUARDED = ("C02", "C05", "C06", "C07")
 
@@ -145,7 +146,12 @@ class Qualifier:
                 comm.barrier(f"close {name}")
         self._seal(mapped)
         flags = [line for sheet in self.sheets.values() for line in sheet.close()]
-        return {"flags": flags, "certificates": self.foreign.keep(self.certificates, self.folder, self.rank), "facts": asdict(self.facts), **self.extras.result()}
+        return {
+            "flags": flags,
+            "certificates": self.foreign.keep(self.certificates, self.folder, self.rank),
+            "facts": asdict(self.facts),
+            **self.extras.result(),
+        }
 
     # -- preparing
 
@@ -156,8 +162,13 @@ class Qualifier:
         if self.alter:
             bound = dict(self.alter(name, bound or default_implementations(setup.program, setup.job.engine)))
         session = prepare(
-            setup.program, setup.plans[name], comm=self.extras.logged[name], fill=setup.filler(), engine=setup.job.engine, implementations=bound
-        )  # fmt: skip
+            setup.program,
+            setup.plans[name],
+            comm=self.extras.logged[name],
+            fill=setup.filler(),
+            engine=setup.job.engine,
+            implementations=bound,
+        )
         arena = session.arena
         mapped = arena_mappings(arena)
         self.facts.requested[name] = arena.logical_bytes
@@ -169,10 +180,17 @@ class Qualifier:
         self.extras.sealed(name, session)
         peers = [Peer(read_card(self.folder, name, rank)) for rank in range(comm.size)]
         return Stage(
-            name=name, session=session, mappings=mapped, caches=Caches(peers, setup.profile.page), seeded=fill.Caches(arena, self.rank),
-            tail=Tail(session), log=ScoreLog(setup.profile.tokens), slack=slack, addresses=gates_storage.addresses(arena),
+            name=name,
+            session=session,
+            mappings=mapped,
+            caches=Caches(peers, setup.profile.page),
+            seeded=fill.Caches(arena, self.rank),
+            tail=Tail(session),
+            log=ScoreLog(setup.profile.tokens),
+            slack=slack,
+            addresses=gates_storage.addresses(arena),
             inputs=self._inputs(session),
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _inputs(session: Session) -> tuple[bytes, bytes]:
@@ -223,7 +241,14 @@ class Qualifier:
         setup, comm, session = self.setup, self.comm, stage.session
         first = self.rank * setup.profile.slice_rows
         own = rank_rows(setup.profile, step.rows)[self.rank]
-        o = Observation(history=step.history, rows=step.rows, first_row=first, own=own, prepared=setup.profile.rows, ranked=not self.foreign.selects)
+        o = Observation(
+            history=step.history,
+            rows=step.rows,
+            first_row=first,
+            own=own,
+            prepared=setup.profile.rows,
+            ranked=not self.foreign.selects,
+        )
         judge = self._judge_of(stage, case, number, step, data, counters, o)
         hidden = self._hidden(data, step)
         self._tell(stage, case, number, "replay")
@@ -277,27 +302,42 @@ class Qualifier:
         """A3: torch's allocator handed out nothing, not even for a moment inside one operation."""
         if reading.torch_peak:
             self.facts.torch_peak = max(self.facts.torch_peak, reading.torch_peak)
-            o.allocated.append(f"torch handed out {reading.torch_total} bytes, {reading.torch_peak} at once, in pieces of up to {reading.torch_largest}")
+            o.allocated.append(
+                f"torch handed out {reading.torch_total} bytes, {reading.torch_peak} at once, in pieces "
+                f"of up to {reading.torch_largest}"
+            )
 
     def _hidden(self, data: Data, step: Replay) -> torch.Tensor:
         """The caller's normed hidden rows, in the activation dtype."""
         rows = torch.from_numpy(data.hidden(step, 0, step.rows))
         return rows.to(TORCH_DTYPES[self.setup.job.formats.activation])
 
-    def _judge_of(self, stage: Stage, case: Case, number: int, step: Replay, data: Data, counters: Counters, o: Observation) -> Judge:
+    def _judge_of(
+        self, stage: Stage, case: Case, number: int, step: Replay, data: Data, counters: Counters, o: Observation
+    ) -> Judge:
         setup = self.setup
         first, own = o.first_row, o.own
         audited = frozenset(row for row, owner in audited_rows(setup.profile, step, setup.job.seed) if owner == self.rank)
         lattice = frozenset(row for row in self._lattice(case, step) if first <= row < first + own)
         zero = data.zero_row(step)
         base = self.kept.get(("base", case.id, number)) if stage.name == "alias" else None
-        plan = gates_select.Plan(audited, lattice, -1 if zero is None else zero, case.planted, None if base is None else base.local_ids)
+        plan = gates_select.Plan(
+            audited, lattice, -1 if zero is None else zero, case.planted, None if base is None else base.local_ids
+        )
         arena = stage.session.arena
 
         def ids() -> tuple[Any, Any]:
             return arena.view("local_ids").numpy(), arena.view("local_counts", "counts").numpy()
 
-        judge = self.foreign.judge(self.sheets[case.id], setup.index_facts, plan, where=f"{stage.name} replay {number}", counters=counters, ids=ids, caches=stage.caches)
+        judge = self.foreign.judge(
+            self.sheets[case.id],
+            setup.index_facts,
+            plan,
+            where=f"{stage.name} replay {number}",
+            counters=counters,
+            ids=ids,
+            caches=stage.caches,
+        )
         judge.observation = o
         return judge
 
@@ -308,8 +348,12 @@ class Qualifier:
             for local, before in pages.items():
                 view[local] = before
 
-    def _planted(self, stage: Stage, case: Case, step: Replay, data: Data, made: dict[str, dict[int, Any]]) -> dict[str, dict[int, Any]]:
-        """The encode to compare with: planted index records where the case plants them, else what appending wrote on private pages."""
+    def _planted(
+        self, stage: Stage, case: Case, step: Replay, data: Data, made: dict[str, dict[int, Any]]
+    ) -> dict[str, dict[int, Any]]:
+        """The encode to compare with: planted index records where the case plants them, else what appending wrote on private
+        pages.
+        """
         if not step.rows or step.regime not in ("lattice", "mixed") or case.records != "lattice":
             return made
         limits = self.setup.profile.limits
@@ -332,12 +376,21 @@ class Qualifier:
             self._judge_alone(stage, t, counters[t.case.id])
             kept = gates_pairs.keep(t.observation, self.setup.geometry.indexer.topk)
             if stage.name == "alias" and ("base", t.case.id, t.number) in self.kept:
-                gates_pairs.arrangements(self.sheets[t.case.id], self.kept["base", t.case.id, t.number], kept, t.observation, t.where, own_order=self.foreign.selects)
+                gates_pairs.arrangements(
+                    self.sheets[t.case.id],
+                    self.kept["base", t.case.id, t.number],
+                    kept,
+                    t.observation,
+                    t.where,
+                    own_order=self.foreign.selects,
+                )
             self.kept[stage.name, t.case.id, t.number] = kept
             if t.case.equals:
                 first = self.kept.get((stage.name, t.case.equals, 0))
                 if first is not None:
-                    gates_pairs.repeats(self.sheets[t.case.id], first, kept, f"{stage.name} {t.where}", own_order=self.foreign.selects)
+                    gates_pairs.repeats(
+                        self.sheets[t.case.id], first, kept, f"{stage.name} {t.where}", own_order=self.foreign.selects
+                    )
             self._publish(stage, t, kept, counters[t.case.id])
             self.certificates += [{"case": t.case.id, "replay": t.number} | c for c in t.judge.certificates]
         self.comm.barrier("facts published")
@@ -369,7 +422,9 @@ class Qualifier:
         if stage.name == "alias":
             counts = o.array("counts", np.int32, profile.rows)
             visible = o.history + np.arange(profile.rows) + 1
-            self.facts.rows_selecting += int(np.count_nonzero((counts > 0) & (visible > counts) & (np.arange(profile.rows) < o.rows)))
+            self.facts.rows_selecting += int(
+                np.count_nonzero((counts > 0) & (visible > counts) & (np.arange(profile.rows) < o.rows))
+            )
 
     def _facts_file(self, stage: Stage, t: Taken, rank: int) -> Path:
         return self.folder / f"facts-{stage.name}-{t.case.id}-{t.number}-{rank}.json"
@@ -378,7 +433,13 @@ class Qualifier:
         return self.folder / f"partial-{stage.name}-{t.case.id}-{t.number}-{rank}.bin"
 
     def _publish(self, stage: Stage, t: Taken, kept: Kept, counters: Counters) -> None:
-        facts = {"ids": kept.ids, "counts": kept.counts, "output": kept.output, "counters": counters.plain(), "events": self.extras.logs[stage.name, t.case.id, t.number]}
+        facts = {
+            "ids": kept.ids,
+            "counts": kept.counts,
+            "output": kept.output,
+            "counters": counters.plain(),
+            "events": self.extras.logs[stage.name, t.case.id, t.number],
+        }
         self._facts_file(stage, t, self.rank).write_text(json.dumps(facts))
         self._partial_file(stage, t, self.rank).write_bytes(t.observation.copies["partial"].tobytes())
 

@@ -1,4 +1,5 @@
-"""What a rank needs to qualify a layer, derived from a JSON job: geometry, program, both plans, the case table, the facts the gates use.
+"""What a rank needs to qualify a layer, derived from a JSON job: geometry, program, both plans, the case table, the facts the
+gates use.
 
 Every rank derives the same values; their digests are agreed on before the first case.
 """
@@ -57,7 +58,10 @@ class Job:
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "Job":
         values = dict(tree)
-        return cls(**values | {"profile": Profile(**values["profile"]), "formats": Formats(**values["formats"]), "only": tuple(values["only"])})
+        return cls(
+            **values
+            | {"profile": Profile(**values["profile"]), "formats": Formats(**values["formats"]), "only": tuple(values["only"])}
+        )
 
 
 class Setup:
@@ -75,7 +79,9 @@ class Setup:
                 f"full layers are {', '.join(map(str, self.geometry.full_layers[:8]))}"
             )
         if job.engine not in ARITHMETIC:
-            raise Unsupported(f"engine {job.engine!r} has no derived error bounds; engines that can be qualified: {', '.join(ARITHMETIC)}")
+            raise Unsupported(
+                f"engine {job.engine!r} has no derived error bounds; engines that can be qualified: {', '.join(ARITHMETIC)}"
+            )
         self.model = ARITHMETIC[job.engine]
         self.plans: dict[str, Plan] = {"base": place(self.program, "off"), "alias": place(self.program, "on")}
         table = cases(self.profile, self.geometry.indexer.topk, records_of(self.geometry, job.formats))
@@ -84,7 +90,15 @@ class Setup:
     @cached_property
     def digest(self) -> str:
         """One digest of program, plans and cases, for the ranks to agree on."""
-        return digest([self.program.digest, {k: p.digest for k, p in self.plans.items()}, self.cases, self.job.seed, sorted(self.job.kernels.items())])
+        return digest(
+            [
+                self.program.digest,
+                {k: p.digest for k, p in self.plans.items()},
+                self.cases,
+                self.job.seed,
+                sorted(self.job.kernels.items()),
+            ]
+        )
 
     def data(self, case: Case) -> Data:
         """The seeded inputs of a case."""
@@ -116,9 +130,15 @@ class Setup:
         g, f = self.geometry, self.job.formats
         layout = LatentFormat(f.latent, g.kv_lora, g.rope.dims, g.latent_scale)
         return OutputFacts(
-            rows=self.profile.rows, topk=g.indexer.topk, heads=g.heads // self.profile.ranks, hidden=g.hidden, activation=f.activation,
-            softmax_scale=g.softmax_scale, layout=layout, model=FOREIGN_32 if "sparse_attend" in self.job.kernels else self.model,
-        )  # fmt: skip
+            rows=self.profile.rows,
+            topk=g.indexer.topk,
+            heads=g.heads // self.profile.ranks,
+            hidden=g.hidden,
+            activation=f.activation,
+            softmax_scale=g.softmax_scale,
+            layout=layout,
+            model=FOREIGN_32 if "sparse_attend" in self.job.kernels else self.model,
+        )
 
     @property
     def record_bytes(self) -> dict[str, int]:

@@ -28,9 +28,25 @@ ENVIRONMENT = (
 LIBRARIES = ("torch", "numpy", "rich", "palimpsest")
 #: modules that judge: their digests are named one by one
 JUDGES = (
-    "gates", "oracle", "ties", "exact", "bounds", "cases", "data", "lint", "verify", "events", "shadow", "phase_lock", "enclosure", "probes", "roundtrip", "capacity",
-    "liveness", "licence",
-)  # fmt: skip
+    "gates",
+    "oracle",
+    "ties",
+    "exact",
+    "bounds",
+    "cases",
+    "data",
+    "lint",
+    "verify",
+    "events",
+    "shadow",
+    "phase_lock",
+    "enclosure",
+    "probes",
+    "roundtrip",
+    "capacity",
+    "liveness",
+    "licence",
+)
 #: parts of a checkout that are the program; anything else may be edited freely
 _PROGRAM = ("palimpsest", "pyproject.toml")
 _GIT_SECONDS = 20

@@ -1,7 +1,7 @@
 """The shapes of an evidence folder's files, as JSON Schema, and a strict validator for the part of it they use.
 
-Standard library only, so that ``verify`` depends on nothing it judges. The validator knows exactly the keywords below; a schema that uses
-another one is our bug and raises KeyError.
+Standard library only, so that ``verify`` depends on nothing it judges. The validator knows exactly the keywords below; a schema
+that uses another one is our bug and raises KeyError.
 """
 
 import re
@@ -73,17 +73,41 @@ RECORD = _object(
     non_claims=_list(_TEXT, minItems=1),
     gates=_list(_NAME, minItems=1),
     gates_absent=_list(_NAME),
-    kernels=_list(_object(op=_NAME, name=_NAME, form=_NAME, file=_NAME, sha256={"type": "string", "pattern": "^([0-9a-f]{64})?$"}, steps=_list(_NAME, minItems=1),
-                          gates_without=_list(_NAME), gates_extra=_list(_NAME), because=_TEXT)),
+    kernels=_list(
+        _object(
+            op=_NAME,
+            name=_NAME,
+            form=_NAME,
+            file=_NAME,
+            sha256={"type": "string", "pattern": "^([0-9a-f]{64})?$"},
+            steps=_list(_NAME, minItems=1),
+            gates_without=_list(_NAME),
+            gates_extra=_list(_NAME),
+            because=_TEXT,
+        )
+    ),
     argv=_list(_TEXT),
     cwd_rel=_TEXT,
     env=_map(_TEXT),
     env_digest=_DIGEST,
-    source=_object(kind=_NAME, commit=_either(_NAME, _NULL), tree=_either(_NAME, _NULL), dirty={"type": "boolean"},
-                   package_digest=_DIGEST, modules=_map(_DIGEST)),
-    checkpoint=_object(name=_NAME, revision=_either(_NAME, _NULL), layer=_COUNT, synthetic={"type": "boolean"},
-                       seed=_either({"type": "integer"}, _NULL), config_digest=_DIGEST,
-                       files=_list(_object(name=_NAME, bytes=_COUNT, sha256=_DIGEST)), tensors=_map(_DIGEST)),
+    source=_object(
+        kind=_NAME,
+        commit=_either(_NAME, _NULL),
+        tree=_either(_NAME, _NULL),
+        dirty={"type": "boolean"},
+        package_digest=_DIGEST,
+        modules=_map(_DIGEST),
+    ),
+    checkpoint=_object(
+        name=_NAME,
+        revision=_either(_NAME, _NULL),
+        layer=_COUNT,
+        synthetic={"type": "boolean"},
+        seed=_either({"type": "integer"}, _NULL),
+        config_digest=_DIGEST,
+        files=_list(_object(name=_NAME, bytes=_COUNT, sha256=_DIGEST)),
+        tensors=_map(_DIGEST),
+    ),
     geometry=_map(_either(_SCALAR, {"type": "array"}, {"type": "object"})),
     limits=_object(tokens=_size(1 << 31), rows=_size(1 << 20), ranks=_size(1 << 12), page=_size(1 << 20)),
     profile=_NAME,
@@ -187,7 +211,13 @@ def _nothing(value: Any, schema: dict[str, Any], where: str) -> None:
     """Booleans and null have no further keywords."""
 
 
-_LATER: dict[str, Callable[[Any, dict[str, Any], str], None]] = {"object": _object_of, "array": _array_of, "string": _string, "boolean": _nothing, "null": _nothing}
+_LATER: dict[str, Callable[[Any, dict[str, Any], str], None]] = {
+    "object": _object_of,
+    "array": _array_of,
+    "string": _string,
+    "boolean": _nothing,
+    "null": _nothing,
+}
 
 
 def _check(good: bool, where: str, message: str) -> None:

@@ -65,7 +65,10 @@ def verify(folder: Path) -> Verified:
         f"flags.jsonl has digest {found[:16]}..., the record names {record['flags']['sha256'][:16]}...",
     )
     found = hashlib.sha256(files["events.jsonl"]).hexdigest()
-    _require(found == record["events"]["sha256"], f"events.jsonl has digest {found[:16]}..., the record names {record['events']['sha256'][:16]}...")
+    _require(
+        found == record["events"]["sha256"],
+        f"events.jsonl has digest {found[:16]}..., the record names {record['events']['sha256'][:16]}...",
+    )
     if record["failure"] is not None:
         return _failed_run(folder, record, flags)
     _check_cases(record)
@@ -74,7 +77,10 @@ def verify(folder: Path) -> Verified:
     certificates = check_certificates(_lines(files["ties.jsonl"], "ties.jsonl", None), record, cells)
     _check_matrix(files.get(_MATRIX), record)
     events = _lines(files["events.jsonl"], "events.jsonl", None)
-    _require(len(events) == record["events"]["lines"], f"events.jsonl has {len(events)} lines, the record counts {record['events']['lines']}")
+    _require(
+        len(events) == record["events"]["lines"],
+        f"events.jsonl has {len(events)} lines, the record counts {record['events']['lines']}",
+    )
     check_events(events, record, cells)
     gates = _worst(flag["verdict"] for flag in flags)
     if record["sparse"]["rows_selecting"] == 0:
@@ -216,15 +222,27 @@ def _lines(raw: bytes, name: str, shape: dict[str, Any] | None) -> list[dict[str
 
 
 def _check_matrix(raw: bytes | None, record: dict[str, Any]) -> None:
-    """A record that names a self-test carries it, passed, for the very source that ran; one that names none says so. Raises EvidenceError."""
+    """A record that names a self-test carries it, passed, for the very source that ran; one that names none says so. Raises
+    EvidenceError.
+    """
     named = record["self_test"]
-    _require((raw is None) == (named is None), f"record.json names self-test {named}, and {_MATRIX} is {'missing' if raw is None else 'there'}")
-    _require((named is None) == ("V4" in record["gates_absent"]), f"record.json names self-test {named} and lists {record['gates_absent']} as absent")
+    _require(
+        (raw is None) == (named is None),
+        f"record.json names self-test {named}, and {_MATRIX} is {'missing' if raw is None else 'there'}",
+    )
+    _require(
+        (named is None) == ("V4" in record["gates_absent"]),
+        f"record.json names self-test {named} and lists {record['gates_absent']} as absent",
+    )
     if raw is None:
         return
     _require(hashlib.sha256(raw).hexdigest() == named, f"{_MATRIX} is not the self-test that record.json names")
     matrix = _parse(raw, _MATRIX)
-    good = isinstance(matrix, dict) and matrix.get("verdict") == "PASS" and matrix.get("package_digest") == record["source"]["package_digest"]
+    good = (
+        isinstance(matrix, dict)
+        and matrix.get("verdict") == "PASS"
+        and matrix.get("package_digest") == record["source"]["package_digest"]
+    )
     _require(good, f"{_MATRIX} did not pass, or is of another source than this run")
 
 

@@ -1,6 +1,7 @@
 """The verifier's own table: which cells a record must hold, and how many units each must have checked.
 
-Written from the case definitions, not from the qualifier: the two must agree on every number or a record is refused. Symbols as in the case
+Written from the case definitions, not from the qualifier: the two must agree on every number or a record is refused. Symbols as
+in the case
 table: T tokens, R rows, W ranks, S rows of a rank's slice, K top-k, P page, H history, a active rows.
 """
 
@@ -69,7 +70,9 @@ class Table:
         }
 
     def check_case_sizes(self) -> None:
-        """The recorded cases have the sizes, regimes, audited rows and pad counts that their definitions give. Raises EvidenceError."""
+        """The recorded cases have the sizes, regimes, audited rows and pad counts that their definitions give. Raises
+        EvidenceError.
+        """
         sizes = self.sizes()
         for case in self.record["cases"]:
             name = case["id"]
@@ -117,7 +120,10 @@ class Table:
         steps, compared = case["steps"], 0
         for kernel in self.record["kernels"]:
             op = kernel["op"]
-            _require(op != "barrier" and kernel["steps"] == _STEPS.get(op, [op]), f"record.json says {op} ran in steps {kernel['steps']}")
+            _require(
+                op != "barrier" and kernel["steps"] == _STEPS.get(op, [op]),
+                f"record.json says {op} ran in steps {kernel['steps']}",
+            )
             for gate in _WITHOUT.get(op, ()):
                 units.pop(gate, None)
             compared += len(kernel["steps"]) if op not in _WITHOUT else 0
@@ -134,7 +140,7 @@ class Table:
                 pairs += n * (n - 1) // 2
         files = len(range(rank, _whole(self.record["lint"], "files"), self.w))
         once = {"S1": self.views, "S2": self.views, "S3": pairs, "A1": 2, "A2": segments + 1, "V5": files}
-        return once | self._prepared(rank) | {gate: 1 for gate in ("L1", "L2", "L3", "L4")}
+        return once | self._prepared(rank) | dict.fromkeys(("L1", "L2", "L3", "L4"), 1)
 
     def _prepared(self, rank: int) -> dict[str, int]:
         """Gates on prepared memory and on replays of their own: locked and shadowed ones, a probed one, a soak under a cap."""
@@ -158,10 +164,12 @@ class Table:
         }
 
     def _ordered(self) -> int:
-        """Orderings of S7 in one replay of both arrangements: own pairs, the histories rank by rank, steps that join all ranks."""
+        """Orderings of S7 in one replay of both arrangements: own pairs, the histories rank by rank, joining steps."""
         joins = sum(step["scope"] == "all" for step in self.record["schedule"])
         histories = ["index_history", "latent_history"]
-        return sum(len(plan["shared"]) + (self.w - 1) * (histories in plan["shared"]) + joins for plan in self.record["plan"].values())
+        return sum(
+            len(plan["shared"]) + (self.w - 1) * (histories in plan["shared"]) + joins for plan in self.record["plan"].values()
+        )
 
     def _case(self, case: dict[str, Any], rank: int) -> dict[str, int]:
         steps = case["steps"]

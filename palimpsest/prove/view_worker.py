@@ -37,7 +37,8 @@ def main() -> int:
             for size in plane["shape"]:
                 count *= size
             flat = memory[at : at + count]
-            shaped = flat.cast(_CODES[plane["itemsize"]], plane["shape"]) if count else flat
+            code: Any = _CODES[plane["itemsize"]]
+            shaped: Any = flat.cast(code, plane["shape"]) if count else flat
             planes.append({
                 "name": plane["name"], "dtype": plane["dtype"], "offset": plane["offset"],
                 "shape": list(shaped.shape) if count else plane["shape"],

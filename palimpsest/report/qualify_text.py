@@ -167,7 +167,18 @@ def _selection(console: Console, record: Tree) -> None:
 def _measured(console: Console, record: Tree) -> None:
     """Tie density, overlap of neighbouring rows, and oracle power: measured by case, deciding nothing."""
     table = Table(title="measured", title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    columns = ("case", "rows selecting", "tied at the cutoff", "of these at zero", "ids in these ties", "needed", "neighbours share", "oracle A sees", "oracle B sees", "one bf16 value")
+    columns = (
+        "case",
+        "rows selecting",
+        "tied at the cutoff",
+        "of these at zero",
+        "ids in these ties",
+        "needed",
+        "neighbours share",
+        "oracle A sees",
+        "oracle B sees",
+        "one bf16 value",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column == "case" else "right")
     for case in record["cases"]:
@@ -175,11 +186,23 @@ def _measured(console: Console, record: Tree) -> None:
         if not d.get("rows"):
             continue
         table.add_row(
-            case["id"], f"{d['selecting']:,}", f"{d['tied']:,}", f"{d['zero_tied']:,}", f"{d['members']:,}", f"{d['needed']:,}", _share(d["shared"], d["of"]),
-            _share(p["O2"], p["tried"]), _share(p["O3"], p["tried"]), _share(p["unique"], p["coordinates"]),
-        )  # fmt: skip
+            case["id"],
+            f"{d['selecting']:,}",
+            f"{d['tied']:,}",
+            f"{d['zero_tied']:,}",
+            f"{d['members']:,}",
+            f"{d['needed']:,}",
+            _share(d["shared"], d["of"]),
+            _share(p["O2"], p["tried"]),
+            _share(p["O3"], p["tried"]),
+            _share(p["unique"], p["coordinates"]),
+        )
     console.print(table)
-    console.print("neighbours: ids a row shares with the row before it; oracles: single wrong records that would be betrayed for certain\n", style="dim", markup=False)
+    console.print(
+        "neighbours: ids a row shares with the row before it; oracles: single wrong records that would be betrayed for certain\n",
+        style="dim",
+        markup=False,
+    )
 
 
 def _share(part: int, whole: int) -> str:
@@ -188,7 +211,11 @@ def _share(part: int, whole: int) -> str:
 
 def _licence(console: Console, record: Tree) -> None:
     if record["self_test"] is None:
-        console.print("not licensed on this machine: no self-test of this source was found; run: palimpsest qualify --self-test", style="yellow", markup=False)
+        console.print(
+            "not licensed on this machine: no self-test of this source was found; run: palimpsest qualify --self-test",
+            style="yellow",
+            markup=False,
+        )
     else:
         console.print(f"licensed by self-test {record['self_test'][:16]}", markup=False)
     absent = [gate for gate in record["gates_absent"] if gate != "V4"]

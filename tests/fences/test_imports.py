@@ -1,7 +1,7 @@
 """Who may import whom, as data. An unknown package fails, and so does a scan that saw too little.
 
-``ALLOWED`` maps a package (longest prefix wins) to the packages it may import; ``NO_TORCH`` lists what must stay importable without
-torch and numpy.
+``ALLOWED`` maps a package (longest prefix wins) to the packages it may import; ``NO_TORCH`` lists what must stay importable
+without torch and numpy.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """The attention sublayer in fp64 with a derived bound for an fp32 evaluation, along both roads that implementations take.
 
-``expanded``: keys and values of every token are formed first (transformers). ``absorbed``: the key up-projection is folded into the
-query and the value up-projection applied after the weighted sum (ours). Same exact value, different roundings.
+``expanded``: keys and values of every token are formed first (transformers). ``absorbed``: the key up-projection is folded into
+the query and the value up-projection applied after the weighted sum (ours). Same exact value, different roundings.
 """
 
 from collections.abc import Mapping

@@ -8,8 +8,8 @@ from typing import Any
 from palimpsest.checkpoint.make import make
 from palimpsest.core.geometry import Formats
 from palimpsest.kernels.call import Call, Chunk, Implementation
-from palimpsest.prove.cases import Profile
 from palimpsest.prove import liveness
+from palimpsest.prove.cases import Profile
 from palimpsest.prove.extras import identity
 from palimpsest.prove.rank_main import Qualifier
 from palimpsest.prove.rank_setup import Job, Setup

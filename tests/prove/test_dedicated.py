@@ -154,7 +154,6 @@ class Fixed:
     """Stands in for an arena in a soak of nothing."""
 
 
-
 def test_a_mapping_that_a_replay_leaves_behind_fails_the_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     readings: Iterator[int] = iter(range(100))
     monkeypatch.setattr(capacity, "counters", lambda arena: capacity_counters(next(readings)))
