@@ -97,16 +97,16 @@ class TorchComm:
         self._begin("exchange", label)
         for peer, tensors in outgoing.items():
             self._out[peer] = _header("exchange", label, _sizes(tensors))
-        operations = [dist.P2POp(dist.irecv, self._in.views[peer], peer) for peer in incoming]
-        operations += [dist.P2POp(dist.isend, self._out.views[peer], peer) for peer in outgoing]
-        operations += [dist.P2POp(dist.irecv, _flat(t), peer) for peer, tensors in incoming.items() for t in tensors]
-        operations += [dist.P2POp(dist.isend, _flat(t), peer) for peer, tensors in outgoing.items() for t in tensors]
-        works = self._start(operations)
-        # headers first: a payload of the wrong size may break the pair, the header before it says why
+        headers = [dist.P2POp(dist.irecv, self._in.views[peer], peer) for peer in incoming]
+        leaving = [dist.P2POp(dist.isend, self._out.views[peer], peer) for peer in outgoing]
+        leaving += [dist.P2POp(dist.isend, _flat(t), peer) for peer, tensors in outgoing.items() for t in tensors]
+        works = self._start([*headers, *leaving])
         for (peer, tensors), work in zip(incoming.items(), works, strict=False):
             self._wait(work, peer)
             self._compare("exchange", label, peer, sizes=_sizes(tensors))
-        for operation, work in zip(operations[len(incoming) :], works[len(incoming) :], strict=True):
+        # only now: gloo ends the whole process when a message is longer than the receive that was posted for it
+        arriving = [dist.P2POp(dist.irecv, _flat(t), peer) for peer, tensors in incoming.items() for t in tensors]
+        for operation, work in zip([*leaving, *arriving], [*works[len(headers) :], *self._start(arriving)], strict=True):
             self._wait(work, operation.peer)
         self._pen.done()
 

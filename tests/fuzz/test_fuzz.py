@@ -33,6 +33,7 @@ def python(*words: str, timeout: int) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_readers_survive_200_000_inputs(tmp_path: Path) -> None:
     made = python(str(HERE / "seeds.py"), str(tmp_path), timeout=300)

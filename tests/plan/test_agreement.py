@@ -67,6 +67,7 @@ def dice(made, tree, seed: int, seen: dict[str, int]) -> None:
     seen["dice safe" if safe else "dice unsafe"] += 1
 
 
+@pytest.mark.slow
 def test_two_thousand_random_programs():
     seen = agree(range(2000))
     assert seen["violations"] > 10_000

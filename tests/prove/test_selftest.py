@@ -132,6 +132,7 @@ def test_workers_report_and_a_part_licenses_nothing() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_whole_self_test_passes() -> None:
     matrix = selftest.run()
