@@ -44,8 +44,13 @@ class Shape:
     heads: int
 
 
+#: what is neither indexer nor attention in their sublayer, and what is one of them in ours
+PROJECTIONS = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "o_proj")
+HOT = ("index_query", "index_select", "sparse_attend")
+
+
 class Theirs:
-    """One layer; ``split`` seconds of indexer and rest are kept from the last call."""
+    """One layer. ``aside``: least CPU seconds of each projection around indexer and attention."""
 
     def __init__(self, shape: Shape):
         from transformers.models.deepseek_v32.configuration_deepseek_v32 import DeepseekV32Config
@@ -67,6 +72,21 @@ class Theirs:
         seen = torch.arange(shape.tokens - shape.rows, shape.tokens)[:, None]
         future = torch.arange(shape.tokens)[None] > seen
         self.mask = torch.zeros(1, 1, *future.shape, dtype=torch.bfloat16).masked_fill_(future, torch.finfo(torch.bfloat16).min)
+        self.aside: dict[str, float] = {}
+        for name in PROJECTIONS:
+            self._time(name, getattr(self.layer, name))
+
+    def _time(self, name: str, module: torch.nn.Module) -> None:
+        started = [0.0]
+
+        def begin(*_: object) -> None:
+            started[0] = time.thread_time()
+
+        def end(*_: object) -> None:
+            self.aside[name] = min(time.thread_time() - started[0], self.aside.get(name, float("inf")))
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end)
 
     def __call__(self) -> None:
         with torch.inference_mode():

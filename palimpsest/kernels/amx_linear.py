@@ -14,58 +14,12 @@ import torch
 from llvmlite import ir
 from numba.core import types
 
-from palimpsest.kernels.amx_decode import to_bf16
-from palimpsest.kernels.amx_ir import (
-    ADDRESS,
-    F32X16,
-    I16X16,
-    I32X16,
-    const,
-    load,
-    store,
-    tile_begin,
-    tile_dot,
-    tile_end,
-    tile_load,
-    tile_store,
-    tile_zero,
-    transpose16,
-    value,
-    void,
-)  # fmt: skip
+from palimpsest.kernels.amx_ir import tile_begin, tile_dot, tile_end, tile_load, tile_store, tile_zero
+from palimpsest.kernels.avx512_pack import split16, transpose_block
 from palimpsest.kernels.call import Scratch
 from palimpsest.kernels.jit import intrinsic, kernel, piece
+from palimpsest.kernels.llvm_ir import ADDRESS, load, value
 from palimpsest.kernels.sizes import ROW_TILE
-
-
-@intrinsic
-def transpose_block(typing: Any, source: Any, source_pitch: Any, target: Any, target_pitch: Any) -> Any:
-    """16 rows of 16 dwords, transposed. Pitches in bytes."""
-
-    def body(b: ir.IRBuilder, source: ir.Value, source_pitch: ir.Value, target: ir.Value, target_pitch: ir.Value) -> None:
-        rows = []
-        for i in range(16):
-            rows.append(load(b, b.add(source, b.mul(source_pitch, ir.Constant(ir.IntType(64), i))), I32X16))
-        for i, row in enumerate(transpose16(b, rows)):
-            store(b, row, b.add(target, b.mul(target_pitch, ir.Constant(ir.IntType(64), i))))
-
-    return types.void(ADDRESS, types.int64, ADDRESS, types.int64), void(body)
-
-
-@intrinsic
-def split16(typing: Any, source: Any, high: Any, low: Any) -> Any:
-    """16 fp32 -> bf16 high and low parts; low is zero where high is not finite."""
-
-    def body(b: ir.IRBuilder, source: ir.Value, high: ir.Value, low: ir.Value) -> None:
-        wide = load(b, source, F32X16)
-        top = to_bf16(b, wide)
-        rest = b.fsub(wide, b.bitcast(top, F32X16))
-        finite = b.icmp_unsigned("<", b.and_(top, const(I32X16, 0x7FFFFFFF)), const(I32X16, 0x7F800000))
-        bottom = b.select(finite, to_bf16(b, rest), const(I32X16, 0))
-        for bits, to in ((top, high), (bottom, low)):
-            store(b, b.trunc(b.lshr(bits, const(I32X16, 16)), I16X16), to)
-
-    return types.void(ADDRESS, ADDRESS, ADDRESS), void(body)
 
 
 @intrinsic
@@ -176,7 +130,9 @@ class AmxProjection:
         self.weight = weight
         if weight.stride(1) != 1:
             assert self.kept is not None, "a weight with strided rows needs resident scratch"
-            self.weight = self.kept.copy_(weight)
+            # torch allocates a block to turn a matrix of one dtype
+            np.copyto(_bits(self.kept), _bits(weight))
+            self.weight = self.kept
 
     def apply(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """``out`` [ROW_TILE, columns] fp32 = ``rows`` [<= ROW_TILE, depth] bf16 or fp32 @ loaded.T; rows past the given ones

@@ -1,4 +1,4 @@
-"""Exact streaming top-k of one row in plain loops (``avx`` engine): the method of ``amx_topk`` without an intrinsic.
+"""Exact streaming top-k of one row in plain loops (``avx`` engine): the method of ``avx512_topk`` without an intrinsic.
 
 A score becomes a signed integer key that orders like the score (-0 as +0, NaN as -inf); candidates are kept in arrival order,
 so ids ascend and

@@ -14,8 +14,12 @@ from palimpsest.core.errors import Unavailable, UnknownName
 
 #: what the ``amx`` engine's intrinsics need
 AMX_FEATURES = ("amx-tile", "amx-bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi")
+#: what the fast kernel of the ``avx`` engine needs; without them the engine runs plain loops
+AVX512_FEATURES = ("avx512bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vbmi")
+#: what the ``avx512`` engine's attention needs
+ATTEND_FEATURES = ("avx512bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq")
 #: fastest first: what ``choose_engine(None)`` picks from
-PREFERENCE = ("amx", "avx", "portable")
+PREFERENCE = ("amx", "avx512", "avx", "portable")
 
 _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
@@ -37,6 +41,11 @@ def target_features() -> frozenset[str]:
     return frozenset(name for name, present in binding.get_host_cpu_features().items() if present)
 
 
+def has_vdpbf16ps() -> bool:
+    """Whether numba may emit VDPBF16PS and the AVX512 around it."""
+    return target_features().issuperset(AVX512_FEATURES)
+
+
 def request_tiles() -> str:
     """Ask the kernel for this process's AMX tile registers; "" when granted, else why not. Harmless to repeat."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
@@ -47,20 +56,23 @@ def request_tiles() -> str:
 
 def _missing(name: str) -> str:
     """Why ``name`` cannot run here, or ""."""
-    if name not in ("amx", "avx"):
+    if name == "portable":
         return ""
     if find_spec("numba") is None:
         return "numba is not installed: pip install palimpsest[cpu]"
     if name == "avx":
         return ""
-    lacking = sorted(set(AMX_FEATURES) - target_features())
-    return f"the compile target lacks {', '.join(lacking)}" if lacking else request_tiles()
+    lacking = sorted(set(AMX_FEATURES if name == "amx" else ATTEND_FEATURES) - target_features())
+    if lacking:
+        return f"the compile target lacks {', '.join(lacking)}"
+    return request_tiles() if name == "amx" else ""
 
 
 def available_engines() -> dict[str, str]:
     """The engines that run here, fastest first, each with the reason it does."""
     reasons = {
         "amx": "AMX bf16 tiles and AVX512 with VBMI, granted by the kernel",
+        "avx512": "numba is installed; the target has AVX512 and VDPBF16PS",
         "avx": f"numba is installed; the target has {_vectors()}",
         "portable": "torch and numpy",
     }
@@ -68,6 +80,8 @@ def available_engines() -> dict[str, str]:
 
 
 def _vectors() -> str:
+    if has_vdpbf16ps():
+        return "AVX512 and VDPBF16PS"
     features = target_features()
     return next((shown for name, shown in (("avx512f", "AVX512"), ("avx2", "AVX2")) if name in features), "baseline vectors")
 

@@ -35,9 +35,11 @@ exact_products = register_jitable(fastmath={"contract"})
 
 
 def source_stamp() -> str:
-    """A digest of every source file that is compiled or takes part in it: this one, and those named ``amx*`` and ``avx*``."""
+    """A digest of every source file that is compiled or takes part in it: this one, ``llvm_ir``, ``sizes``, whose constants are
+    compiled in, and those named ``amx*`` and ``avx*``."""
     digest, folder = blake2b(digest_size=16), Path(__file__).parent
-    for path in sorted([Path(__file__), *folder.rglob("amx*.py"), *folder.rglob("avx*.py")]):
+    shared = [Path(__file__), folder / "llvm_ir.py", folder / "sizes.py"]
+    for path in sorted([*shared, *folder.rglob("amx*.py"), *folder.rglob("avx*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -16,6 +16,7 @@ from palimpsest.kernels.sizes import AMX_ENGINES, COLUMN_TILE, ROW_TILE
 
 if TYPE_CHECKING:
     from palimpsest.kernels.amx_linear import AmxProjection
+    from palimpsest.kernels.avx512_linear import Avx512Projection
 
 #: (dtype, rows, depth, columns) of one GEMM ``[rows, depth] x [columns, depth].T``
 Gemm = tuple[str, int, int, int]
@@ -78,9 +79,14 @@ class Projection:
 
 def make_projection(
     call: Call, weight: torch.Tensor, depth: int, columns: int, *, resident: bool = False
-) -> "Projection | AmxProjection":
+) -> "Projection | AmxProjection | Avx512Projection":
     """The projection of the call's engine for weights like ``weight``, carved from the call's scratch."""
-    if call.params.get("engine") in AMX_ENGINES and weight.dtype == torch.bfloat16 and depth % 32 == 0:
+    engine, takes = call.params.get("engine"), weight.dtype == torch.bfloat16 and depth % 32 == 0
+    if engine == "avx512" and takes:
+        from palimpsest.kernels.avx512_linear import Avx512Projection
+
+        return Avx512Projection(call.scratch, depth, columns, resident=resident)
+    if engine in AMX_ENGINES and takes:
         from palimpsest.kernels.amx_linear import AmxProjection
 
         return AmxProjection(call.scratch, depth, columns, resident=resident)

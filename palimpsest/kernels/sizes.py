@@ -21,10 +21,12 @@ STAGING_BYTES = 8 << 20
 
 def linear_scratch(depth: int, columns: int, *, resident: bool = False, engine: str = "portable") -> int:
     """Scratch bytes of one tiled projection: fp32 input tile, weight tile (the whole weight when ``resident``) and output tile,
-    64-aligned. With an AMX engine also what its own projection needs: which one runs depends on the weight's dtype.
+    64-aligned. With an AMX engine or avx512 also what its own projection needs: which one runs depends on the weight's dtype.
     """
     tile = min(columns, COLUMN_TILE)
     plain = 4 * (ROW_TILE * depth + depth * (columns if resident else tile) + ROW_TILE * tile) + 3 * 64
+    if engine == "avx512":
+        return max(plain, avx512_linear_scratch(depth, columns, resident=resident))
     return max(plain, amx_linear_scratch(depth, columns, resident=resident)) if engine in AMX_ENGINES else plain
 
 
@@ -62,6 +64,8 @@ def decode_scratch(elements: int) -> int:
 
 #: engines whose arithmetic is AMX's
 AMX_ENGINES = ("amx", "amx-union")
+#: engines that select with the avx engine's file
+AVX_ENGINES = ("avx", "avx512")
 #: tokens scored at once by the amx and avx engines; their bits do not depend on it
 AMX_KEY_TILE = 1024
 #: most query rows whose selection state the amx and avx engines hold at once, and the scratch they aim at with it
@@ -136,6 +140,20 @@ def amx_attend_scratch(topk: int, heads: int, kv_lora: int, rope_dims: int) -> i
     return -(-used // 64) * 64
 
 
+def avx512_octets(heads: int) -> int:
+    """Vectors of 8 heads of the avx512 engine: one, or pairs."""
+    return 1 if heads <= 8 else -(-heads // 16) * 2
+
+
+def avx512_attend_scratch(topk: int, heads: int, kv_lora: int, rope_dims: int) -> int:
+    """Scratch bytes of one thread of sparse_attend, avx512 engine; a multiple of 64."""
+    dim, lanes = kv_lora + rope_dims, -(-heads // 16) * 16
+    block = AMX_ID_BLOCK * (2 * (-(-dim // 64) * 64) + 4 * lanes + 2 * lanes)
+    queries = (avx512_octets(heads) * 64 + 8) * -(-dim // 4)
+    used = 8 * topk + block + queries + lanes * (4 * (-(-kv_lora // 64) * 64) + 12) + 128 + 9 * 64
+    return -(-used // 64) * 64
+
+
 def amx_query_scratch(q_lora: int, heads: int, dim: int) -> int:
     """Scratch bytes of index_query, amx engine: one projection of all heads, its tile, one record."""
     return amx_linear_scratch(q_lora, heads * dim) + tile_scratch(heads * dim) + 16 * dim + 4 * 64
@@ -145,6 +163,18 @@ def amx_linear_scratch(depth: int, columns: int, *, resident: bool = False) -> i
     """Scratch bytes of ``amx_linear.AmxProjection``: input rows as fp32, as two bf16 parts, packed; a weight tail; sums; the
     weight when resident."""
     return ROW_TILE * depth * (4 + 4 + 4) + 64 * depth + 4096 + (2 * columns * depth if resident else 0) + 6 * 64
+
+
+#: elements of the depth that one chain of the avx512 engine's projections adds, and weight rows whose sums it holds: whole
+#: groups of 12 and of 16
+DEPTH_BLOCK = 512
+PROJECT_COLUMNS = 48
+
+
+def avx512_linear_scratch(depth: int, columns: int, *, resident: bool = False) -> int:
+    """Scratch bytes of ``avx512_linear.Avx512Projection``: a short tile's input rows; both bf16 parts of them, packed; sums; the
+    weight when resident."""
+    return ROW_TILE * (4 * depth + 4 * depth + 4 * PROJECT_COLUMNS) + (2 * columns * depth if resident else 0) + 4 * 64
 
 
 def avx_heads(heads: int) -> int:
@@ -202,3 +232,70 @@ UNION_WINDOW = 1 << 16
 def union_heads(heads: int) -> int:
     """Lanes one row takes in a union (8 or 16), 0 when its heads are too many for a union to pay."""
     return 0 if heads > 16 else 8 if heads <= 8 else 16
+
+
+#: keys the portable filter offers at once and query rows it offers them to, rows x heads and keys of one of its GEMMs, keys it
+#: scores exactly at once; when every key is scored exactly, ``FILTER_KEYS`` at once. No bits depend on them
+FILTER_KEYS = 1024
+FILTER_BLOCK = 8
+FILTER_LINES = 512
+FILTER_COLUMNS = 256
+EXACT_KEYS = 256
+
+
+def exact_scratch(heads: int, columns: int) -> int:
+    """Scratch bytes of ``index_select.exact.Exact``: fp64 dots and sums, fp32 scores."""
+    return columns * (8 * heads + 8 + 4) + 3 * 64
+
+
+def filter_capacity(topk: int) -> int:
+    """Candidates one row of the portable filter holds: the top-k, those the bound cannot tell from them, a tile of new ones."""
+    return topk + max(64, topk // 4) + FILTER_KEYS
+
+
+def filter_step(heads: int) -> int:
+    """Query rows of one GEMM of the portable filter."""
+    return max(1, min(FILTER_BLOCK, FILTER_LINES // heads))
+
+
+def rescore_scratch(heads: int, dim: int, columns: int) -> int:
+    """Scratch bytes of ``index_select.rescore.Rescore``: a row's query, keys, scales, scores; not the decoder."""
+    keys = 8 * dim * max(columns, heads) + columns * (dim + 8)
+    return exact_scratch(heads, columns) + keys + heads * (8 * dim + 8) + 6 * 64
+
+
+def _filter_candidates(topk: int) -> int:
+    return FILTER_BLOCK * FILTER_KEYS * (1 + 8 + 12 + 12) + filter_capacity(topk) * (4 + 8 + 3) + EXACT_KEYS * 12 + 16 * 64
+
+
+def filter_dots(heads: int, dim: int) -> int:
+    """Bytes of the dots of one GEMM of the portable filter, in whose place keys are weighed and exact scores are made."""
+    dots, keys = 4 * filter_step(heads) * heads * FILTER_COLUMNS, FILTER_KEYS + EXACT_KEYS * dim
+    return -(-max(dots, keys, rescore_scratch(heads, dim, EXACT_KEYS)) // 64) * 64
+
+
+def _filter_shared(topk: int, heads: int, dim: int) -> int:
+    keys = FILTER_KEYS * (4 * dim + 4)
+    codes = max(EXACT_KEYS, heads) * dim
+    decode = decode_scratch(codes) + decode_scratch(max(codes, FILTER_KEYS))
+    return filter_dots(heads, dim) + keys + decode + _filter_candidates(topk) + 24 * 64
+
+
+def _filter_row(topk: int, heads: int, dim: int) -> int:
+    return heads * (4 * dim + 4) + 12 * filter_capacity(topk) + 8
+
+
+def filter_rows(topk: int, heads: int, dim: int) -> int:
+    """Query rows of one group of the portable filter; see ``amx_select_rows``."""
+    room = FAST_SELECT_BYTES - _filter_shared(topk, heads, dim)
+    return max(1, min(FAST_SELECT_ROWS, room // _filter_row(topk, heads, dim)))
+
+
+def filter_scratch(topk: int, heads: int, dim: int) -> int:
+    """Scratch bytes of index_select of fp8 records, portable engine; a multiple of 64. Without the filter: exact scores of a tile
+    for ``SELECT_ROWS`` rows.
+    """
+    fast = filter_rows(topk, heads, dim) * _filter_row(topk, heads, dim) + _filter_shared(topk, heads, dim)
+    plain = rescore_scratch(heads, dim, FILTER_KEYS) + decode_scratch(max(FILTER_KEYS, heads) * dim) + _filter_candidates(topk)
+    plain += SELECT_ROWS * (12 * filter_capacity(topk) + 4 * KEY_TILE + 8) + 24 * 64
+    return -(-max(fast, plain) // 64) * 64

@@ -45,6 +45,10 @@ ENGINES = {
     "avx": Engine(
         "cpu", "avx-1", "compiled loops for scores and selection; the rest as portable", {"index_select": "avx"}, "avx",
     ),
+    "avx512": Engine(
+        "cpu", "avx512-1", "as avx; attention and projections with VDPBF16PS; the rest as portable",
+        {"index_select": "avx", "sparse_attend": "avx512"}, "avx512",
+    ),
 }  # fmt: skip
 
 OPS = {
@@ -102,12 +106,13 @@ def compile_engine(engine: str, progress: Callable[[int, int, str], None] | None
     progress: called with (done, total, what comes next). Raises UnknownName and Unavailable.
     """
     chosen = engine_of(engine)
-    work = sorted(chosen.faster) + (["projections"] if chosen.needs == "amx" else [])
+    projections = {"amx": "amx_linear", "avx512": "avx512_linear"}
+    work = sorted(chosen.faster) + (["projections"] if chosen.needs in projections else [])
     for done, what in enumerate(work):
         if progress:
             progress(done, len(work), f"{what} for {engine}")
         if what == "projections":
-            import_module("palimpsest.kernels.amx_linear")
+            import_module(f"palimpsest.kernels.{projections[chosen.needs]}")
         else:
             implementation(what, engine)
     if progress and work:

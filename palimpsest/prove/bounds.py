@@ -36,6 +36,7 @@ class Arithmetic:
     online: the running maximum is rescaled once per block
     sum_rounded_p: the row sum adds the rounded probabilities
     div_u, out_u: of the final division, of the stored output
+    record_u: of storing a record's value once its scale was applied in fp32, where that scale is no power of two
     provenance: where each number that is not the format's own comes from
     """
 
@@ -55,6 +56,7 @@ class Arithmetic:
     div_u: float
     out_u: float
     provenance: str
+    record_u: float = 0.0
 
     def depth(self, count: int) -> int:
         """Roundings a term of an n-term sum of products can meet: its product, the additions in its block, one a later block."""
@@ -106,10 +108,39 @@ AMX_1 = Arithmetic(
         "formats: IEEE 754 and TDPBF16PS (Intel SDM); block: the engine's contract; exp_eps: measured by a "
         "test over every exponent"
     ),
+    record_u=U_BF16,
 )
 
 #: the avx engine: fp32 scores in a fixed order; attention is the portable engine's file
 AVX_1 = dataclasses.replace(PORTABLE_1, name="avx-1", index_dot_u=U32, head_u=U32)
+
+#: the avx512 engine: scores as the avx engine; attention in bf16 products like the amx engine's, but a chain of FMAs over pairs.
+#: A dot of d products is two chains of d/2 and their sum, its scale rounds once: within the d + 2 of ``probability_error``. A
+#: block's p @ values is one chain of at most 128 from +0, added by the FMA that rescales: within ``depth``. s - m and the
+#: difference of two maxima round once each; the division is a quotient, a rounded record scale and a product
+AVX512_1 = Arithmetic(
+    name="avx512-1",
+    index_dot_u=U32,
+    head_u=U32,
+    score_u=U32,
+    logit_dot_u=U32,
+    logit_u=2 * U32,
+    sub_u=2 * U32,
+    exp_eps=2.0**-21,
+    p_u=U_BF16,
+    sum_u=U32,
+    block=128,
+    online=True,
+    sum_rounded_p=True,
+    div_u=4 * U32,
+    out_u=0.0,
+    provenance=(
+        "formats: IEEE 754 and VDPBF16PS (Intel SDM), its order of roundings compared with the emulation at every start; "
+        "block: the engine's contract; exp_eps: measured by a test over every exponent, less than half of it; what VDPBF16PS "
+        "flushes of a dot of normal numbers (less than dim * 2^-125) is far below the rest"
+    ),
+    record_u=U_BF16,
+)
 
 #: the oracle's own arithmetic: fp64 throughout, sums in any order, an exponential good to 2 ulp
 ORACLE_64 = Arithmetic(
@@ -130,6 +161,12 @@ ORACLE_64 = Arithmetic(
     out_u=0.0,
     provenance="formats: IEEE 754; exp_eps: 2 ulp, libm",
 )
+
+
+def exact_dots(model: Arithmetic, format: str) -> bool:
+    """Whether index dots of ``format`` records do not round: e4m3 products are multiples of 2**-18 below 2**18, so fp64 holds any
+    sum of them, and no narrower format does."""
+    return format == "fp8" and model.index_dot_u <= U64
 
 
 def compound(count: float, u: float) -> float:
@@ -175,6 +212,7 @@ class Softmax:
     """The exact attention of one head over n records, as the bound needs it.
 
     logits, p [n]: s and softmax(s); spread [n]: scale sum_j |q_j k_ij|; values [n, c]; context [c]: sum p v
+    size [n, c], most [c]: |values| and its largest of a column
     dim: elements of a dot; dequant_u: roundoff of turning a record into numbers, 0 when its scales are powers of two
     """
 
@@ -185,6 +223,24 @@ class Softmax:
     context: F64
     dim: int
     dequant_u: float
+    size: F64
+    most: F64
+
+    @staticmethod
+    def of(
+        logits: F64, spread: F64, values: F64, *, dim: int, dequant_u: float, sizes: tuple[F64, F64] | None = None
+    ) -> "Softmax":
+        """From logits and values; ``sizes`` are (size, most), where they are there already."""
+        weight = np.exp(logits - logits.max())
+        p = weight / weight.sum()
+        size, most = sizes if sizes is not None else sizes_of(values)
+        return Softmax(logits, p, spread, values, p @ values, dim, dequant_u, size, most)
+
+
+def sizes_of(values: F64) -> tuple[F64, F64]:
+    """|values| and its largest of each column."""
+    size = np.abs(values)
+    return size, size.max(axis=0)
 
 
 @dataclass(frozen=True)
@@ -233,26 +289,35 @@ def context_bound(model: Arithmetic, head: Softmax, slack: F64 | float = 0.0) ->
     of at least exp(0) = 1. Division and the stored output round once each. Infinite when rho reaches 1: then nothing is known.
     """
     err = probability_error(model, head)
-    n = len(head.p)
     if err.rho >= 1:
         return np.full(head.context.shape, np.inf)
-    size = np.abs(head.values)
-    weight = head.p * (1 + err.eta)
-    away = (head.p * err.eta) @ (np.abs(head.values - head.context) + slack)
-    low = n * TINY32 * (2 * size.max(axis=0) + 1)
-    o = np.abs(head.context) + slack
-    e0 = away + err.numerator * (weight @ size) + err.denominator * o * weight.sum() + low
+    away = head.values - head.context
+    np.abs(away, out=away)
+    return _from(model, head, err, (head.p * err.eta) @ away, slack)
+
+
+def _from(model: Arithmetic, head: Softmax, err: Eta, away: F64, slack: F64 | float) -> F64:
+    """``context_bound`` from ``away`` [c], sum p eta |v - o| of the context as it stands."""
+    n, weight, o = len(head.p), head.p * (1 + err.eta), np.abs(head.context) + slack
+    away = away + slack * float((head.p * err.eta).sum())
+    low = n * TINY32 * (2 * head.most + 1)
+    e0 = away + err.numerator * (weight @ head.size) + err.denominator * o * weight.sum() + low
     e1 = e0 / (1 - err.rho)
     out = e1 + ((1 + model.div_u) * (1 + model.out_u) - 1) * (o + e1) + TINY32
     return out * (1 + (4 * n + 4 * head.dim + 64) * U64)
 
 
 def own_bound(head: Softmax) -> F64:
-    """Bound [c] on the oracle's own error: ``context_bound`` for fp64, its record values rounded to fp64 at most."""
-    rounded = U64 if head.dequant_u > 0 else 0.0
-    exact = Softmax(head.logits, head.p, head.spread, head.values, head.context, head.dim, rounded)
-    first = context_bound(ORACLE_64, exact)
-    return context_bound(ORACLE_64, exact, 2 * first)
+    """Bound [c] on the oracle's own error: ``context_bound`` for fp64, its record values rounded to fp64 at most, with |v - o|
+    taken as |v| + |o|."""
+    exact = dataclasses.replace(head, dequant_u=U64 if head.dequant_u > 0 else 0.0)
+    err = probability_error(ORACLE_64, exact)
+    if err.rho >= 1:
+        return np.full(head.context.shape, np.inf)
+    pull = head.p * err.eta
+    away = pull @ head.size + float(pull.sum()) * np.abs(head.context)
+    first = _from(ORACLE_64, exact, err, away, 0.0)
+    return _from(ORACLE_64, exact, err, away, 2 * first)
 
 
 def lse_bound(model: Arithmetic, head: Softmax, lse: float) -> float:

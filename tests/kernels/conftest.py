@@ -15,3 +15,14 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def engine(request, monkeypatch):
+    """The engine of ``engines.SELECTING``; "avx" with the kernels named behind it."""
+    name, *kernels = request.param.split()
+    if kernels:
+        from palimpsest.kernels.index_select import avx
+
+        monkeypatch.setattr(avx, "KERNELS", getattr(avx, *kernels)())
+    return name

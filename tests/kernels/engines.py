@@ -8,11 +8,15 @@ import torch
 from bare_ranks import aligned, make_call
 
 from palimpsest.kernels.call import Chunk, no_tap
-from palimpsest.kernels.detect import available_engines
+from palimpsest.kernels.detect import available_engines, has_vdpbf16ps
 from palimpsest.kernels.table import implementation
 
 #: compiled engines this machine runs. Where there is no AMX the amx tests do not apply, and test_detect proves the refusal
-COMPILED = [name for name in ("amx", "avx") if name in available_engines()]
+COMPILED = [name for name in ("amx", "avx512", "avx") if name in available_engines()]
+#: kernels of the avx engine, by their function in ``index_select.avx``; the second one where the compile target allows it
+AVX_KERNELS = (["plain_loops"] + ["vector_dots"] * has_vdpbf16ps()) if "avx" in COMPILED else []
+#: what selects: the engines, the avx engine once with each of its kernels; ``parametrize("engine", SELECTING, indirect=True)``
+SELECTING = [name for name in COMPILED if name != "avx"] + [f"avx {name}" for name in AVX_KERNELS]
 
 
 class One:
@@ -140,4 +144,4 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
-__all__ = ["COMPILED", "Attention", "Index", "One", "aligned", "latents", "same_bits"]
+__all__ = ["AVX_KERNELS", "COMPILED", "SELECTING", "Attention", "Index", "One", "aligned", "latents", "same_bits"]

@@ -14,7 +14,7 @@ from palimpsest.kernels.call import Chunk
 from palimpsest.kernels.hostile import Case
 
 #: Python objects of one call (views, slices, small ints); far below one row tile of any operand a real model has
-OBJECTS = 16 << 10
+OBJECTS = 24 << 10
 
 
 def tensor_bytes(body) -> list[int]:

@@ -1,4 +1,4 @@
-"""sparse_attend of the amx engines: within the derived bound of fp64, bits that depend on a row and head alone, no read past
+"""sparse_attend of the compiled engines: within the derived bound of fp64, bits that depend on a row and head alone, no read past
 the end."""
 
 from itertools import pairwise
@@ -9,10 +9,15 @@ import torch
 from engines import COMPILED, Attention, Index, same_bits
 
 from palimpsest.kernels.detect import available_engines
-from palimpsest.prove.bounds import AMX_1, U32, U_BF16, Softmax, context_bound, own_bound
+from palimpsest.prove.bounds import AMX_1, AVX512_1, U32, U_BF16, Softmax, context_bound, own_bound
 
-#: the engines with an attention of their own; where there is no AMX, none: then the portable file serves every engine
-AMX = [name for name in ("amx", "amx-union") if "amx" in COMPILED]
+#: the engines with an attention of their own; where there is neither AMX nor VDPBF16PS, none: then the portable file serves
+#: every engine
+NEEDS = {"amx": "amx", "amx-union": "amx", "avx512": "avx512"}
+ATTENDING = [name for name, needs in NEEDS.items() if needs in COMPILED]
+#: those whose bits depend on a row and head alone
+ROWWISE = [name for name in ATTENDING if name != "amx-union"]
+ARITHMETIC = {"amx": AMX_1, "amx-union": AMX_1, "avx512": AVX512_1}
 EDGES = (0, 1, 2, 31, 32, 63, 64, 65, 127, 128, 129, 300)
 FORMATS = ("fp8", "fp8_ds_mla", "bf16")
 
@@ -31,7 +36,7 @@ def values(problem, row):
     return torch.cat([(codes * scales.unsqueeze(2)).reshape(len(raw), latent), rope], 1)
 
 
-def check_row(problem, row, context):
+def check_row(problem, row, context, model):
     if int(problem.count[row]) == 0:
         assert (context == 0).all()
         return
@@ -39,38 +44,34 @@ def check_row(problem, row, context):
     dequant = (1 + U32) * (1 + U_BF16) - 1 if problem.fmt == "fp8_ds_mla" else 0.0
     for head in range(problem.heads):
         query = problem.query[row, head].double().numpy()
-        logits = records @ query * problem.scale
-        p = np.exp(logits - logits.max())
-        p /= p.sum()
-        exact = p @ records[:, : problem.kv_lora]
-        spread = np.abs(records) @ np.abs(query) * problem.scale
-        softmax = Softmax(logits, p, spread, records[:, : problem.kv_lora], exact, records.shape[1], dequant)
+        logits, spread = records @ query * problem.scale, np.abs(records) @ np.abs(query) * problem.scale
+        softmax = Softmax.of(logits, spread, records[:, : problem.kv_lora], dim=records.shape[1], dequant_u=dequant)
         own = own_bound(softmax)
-        off = np.abs(context[head].double().numpy() - exact)
-        assert (off <= context_bound(AMX_1, softmax, own) + own).all(), f"row {row}, head {head}: {off.max()}"
+        off = np.abs(context[head].double().numpy() - softmax.context)
+        assert (off <= context_bound(model, softmax, own) + own).all(), f"row {row}, head {head}: {off.max()}"
 
 
-@pytest.mark.parametrize("engine", AMX)
+@pytest.mark.parametrize("engine", ATTENDING)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("heads", "kv_lora", "rope"), [(3, 128, 16), (20, 128, 64), (6, 512, 64), (2, 256, 0)])
 def test_context_is_within_the_bound(engine, fmt, heads, kv_lora, rope):
     problem = Attention(12, 700, heads, fmt, kv_lora, rope, topk=320, counts=EDGES, latent_scale=0.37 if fmt == "fp8" else 1.0)
     context = problem.attend(engine)
     for row in range(problem.rows):
-        check_row(problem, row, context[row])
+        check_row(problem, row, context[row], ARITHMETIC[engine])
 
 
-@pytest.mark.parametrize("engine", AMX)
+@pytest.mark.parametrize("engine", ATTENDING)
 @pytest.mark.parametrize("fmt", ["fp8", "bf16"])
 @pytest.mark.parametrize(("kv_lora", "rope"), [(32, 9), (16, 4), (40, 24), (33, 0)])
 def test_sizes_that_are_no_multiples_of_a_vector(engine, fmt, kv_lora, rope):
     problem = Attention(5, 200, 4, fmt, kv_lora, rope, topk=96, counts=(96, 1, 40))
     context = problem.attend(engine)
     for row in range(problem.rows):
-        check_row(problem, row, context[row])
+        check_row(problem, row, context[row], ARITHMETIC[engine])
 
 
-@pytest.mark.parametrize("engine", [e for e in AMX if e == "amx"])
+@pytest.mark.parametrize("engine", ROWWISE)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_bits_depend_on_the_row_and_head_alone(engine, fmt):
     """Threads, cuts of the chunk, and heads per rank: 40 heads are three tiles, 20 are two, 5 are one."""
@@ -86,7 +87,7 @@ def test_bits_depend_on_the_row_and_head_alone(engine, fmt):
         assert same_bits(base, torch.cat(parts, 1)), f"{heads} heads a rank"
 
 
-@pytest.mark.parametrize("engine", [e for e in AMX if e == "amx-union"])
+@pytest.mark.parametrize("engine", [e for e in ATTENDING if e == "amx-union"])
 def test_a_union_keeps_its_bits_over_threads_and_cuts_at_whole_groups(engine):
     problem = Attention(48, 600, 6, "fp8", 128, 64, topk=512, counts=(512,))
     base = problem.attend(engine)
@@ -96,20 +97,20 @@ def test_a_union_keeps_its_bits_over_threads_and_cuts_at_whole_groups(engine):
     assert same_bits(base, torch.cat(parts))
 
 
-@pytest.mark.parametrize("engine", [e for e in AMX if e == "amx-union"])
+@pytest.mark.parametrize("engine", [e for e in ATTENDING if e == "amx-union"])
 def test_too_many_distinct_ids_go_row_by_row(engine):
     problem = Attention(16, 9000, 6, "fp8", 64, 0, topk=256, counts=(256,))
     assert same_bits(problem.attend(engine), problem.attend("amx"))
 
 
-@pytest.mark.parametrize("engine", AMX)
+@pytest.mark.parametrize("engine", ATTENDING)
 @pytest.mark.parametrize("fill", [0x00, 0x80, 0xFF])
 def test_stale_scratch_never_shows(engine, fill):
     problem = Attention(17, 300, 6, "fp8_ds_mla", 128, 8, topk=130, counts=(0, 1, 129, 130))
     assert same_bits(problem.attend(engine), problem.attend(engine, fill=fill))
 
 
-@pytest.mark.parametrize("engine", AMX)
+@pytest.mark.parametrize("engine", ATTENDING)
 @pytest.mark.parametrize("place", ["latent", "rope"])
 def test_a_nan_record_reaches_every_dim_of_the_rows_that_select_it(engine, place):
     problem = Attention(2, 64, 3, "fp8", 64, 64, topk=40, counts=(40,))
@@ -120,7 +121,7 @@ def test_a_nan_record_reaches_every_dim_of_the_rows_that_select_it(engine, place
     assert context[1].isnan().all() == (hurt in problem.ids[1].tolist())
 
 
-@pytest.mark.parametrize("engine", AMX)
+@pytest.mark.parametrize("engine", ATTENDING)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("rope", [0, 4, 10, 64])
 def test_nothing_is_read_past_the_history(engine, fmt, rope):
@@ -147,7 +148,7 @@ def test_selection_reads_nothing_past_the_history(engine, tokens, dim):
     assert all(same_bits(a, b) for a, b in zip(plain, problem.select(engine, tokens - 1), strict=True))
 
 
-@pytest.mark.parametrize("engine", [e for e in AMX if e == "amx"])
+@pytest.mark.parametrize("engine", ROWWISE)
 def test_the_exponential_is_as_good_as_the_bound_says(engine):
     """Two ids whose logits differ by x: the ratio of their weights is 2^x of the kernel, seen through a one-hot latent."""
     problem = Attention(1, 2, 16, "bf16", 64, 64, topk=2, counts=(2,), scale=1.0)

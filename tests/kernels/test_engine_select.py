@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from engines import COMPILED, Index, same_bits
+from engines import SELECTING, Index, same_bits
 from test_ops import compare, play
 
 from palimpsest.kernels import emulate, sizes
@@ -14,12 +14,12 @@ from palimpsest.kernels.index_select.cases import cases
 from palimpsest.prove import bounds
 from palimpsest.prove.exact import IndexRow, filtered_scores
 
-EMULATED = {"amx": emulate.amx_scores, "avx": emulate.avx_scores}
-ARITHMETIC = {"amx": bounds.AMX_1, "avx": bounds.AVX_1}
+EMULATED = {"amx": emulate.amx_scores, "avx": emulate.avx_scores, "avx512": emulate.avx_scores}
+ARITHMETIC = {"amx": bounds.AMX_1, "avx": bounds.AVX_1, "avx512": bounds.AVX512_1}
 #: causal ends around every tile, block and top-k edge
 ENDS = (1, 15, 16, 17, 31, 33, 63, 65, 1023, 1024, 1025, 2047, 2048, 2049)
 
-pytestmark = pytest.mark.parametrize("engine", COMPILED)
+pytestmark = pytest.mark.parametrize("engine", SELECTING, indirect=True)
 
 
 class Watch:
@@ -164,5 +164,5 @@ def test_agrees_with_the_reference_on_hostile_cases(engine, case):
 
 @pytest.mark.parametrize(("heads", "topk"), [(64, 2048), (32, 2048), (128, 2048), (64, 512), (1, 4096)])
 def test_scratch_stays_within_4_mib_at_any_size(engine, heads, topk):
-    scratch = {"amx": sizes.amx_select_scratch, "avx": sizes.avx_select_scratch}[engine](topk, heads, 128)
+    scratch = (sizes.amx_select_scratch if engine == "amx" else sizes.avx_select_scratch)(topk, heads, 128)
     assert scratch <= 4 << 20

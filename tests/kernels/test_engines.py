@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from bare_ranks import Rank, aligned, on_ranks
-from engines import COMPILED, same_bits
+from engines import COMPILED, SELECTING, same_bits
 
 from palimpsest.core.errors import BadConfig, Unavailable, UnknownName
 from palimpsest.core.geometry import Formats, Geometry, Indexer, Rope
@@ -22,7 +22,7 @@ MASKED = """
 from palimpsest.core.errors import Unavailable
 from palimpsest.kernels import detect, table
 print(",".join(detect.available_engines()), detect.choose_engine())
-for name in ("amx", "amx-union"):
+for name in ("amx", "amx-union", "avx512"):
     try:
         table.implementation("index_select", name)
     except Unavailable as error:
@@ -46,18 +46,18 @@ def test_without_amx_nothing_aborts_and_the_refusal_says_what_there_is(features)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "avx,portable avx"
-    assert len(lines) == 4
-    assert lines[3] == "True"
-    for line in lines[1:3]:
+    assert len(lines) == 5
+    assert lines[4] == "True"
+    for line, instructions in zip(lines[1:4], ("amx-bf16", "amx-bf16", "avx512bf16"), strict=True):
         assert "the compile target lacks" in line
-        assert "amx-bf16" in line
+        assert instructions in line
         assert "portable (torch and numpy)" in line
 
 
 def test_the_best_engine_is_chosen_and_unknown_ones_are_named():
     assert detect.choose_engine() == next(iter(detect.available_engines()))
     assert detect.choose_engine("portable") == "portable"
-    with pytest.raises(UnknownName, match="unknown engine 'cuda'; known: amx, avx, portable"):
+    with pytest.raises(UnknownName, match="unknown engine 'cuda'; known: amx, avx, avx512, portable"):
         detect.choose_engine("cuda")
 
 
@@ -159,7 +159,7 @@ def _load(rank, name, value, g):
 LATENTS = ("fp8", "bf16", "fp8_ds_mla")
 
 
-@pytest.mark.parametrize("engine", COMPILED)
+@pytest.mark.parametrize("engine", SELECTING, indirect=True)
 @pytest.mark.parametrize("latent", LATENTS)
 def test_a_layer_keeps_its_bits_over_chunks_threads_and_ranks(engine, latent):
     formats = Formats(latent=latent)
@@ -177,7 +177,7 @@ def test_a_layer_keeps_its_bits_over_chunks_threads_and_ranks(engine, latent):
         )
 
 
-@pytest.mark.parametrize("engine", COMPILED)
+@pytest.mark.parametrize("engine", SELECTING, indirect=True)
 def test_fp32_formats_are_the_portable_engines(engine):
     """No compiled kernel takes them, and the table's fallback must then be complete."""
     formats = Formats(index="fp32", latent="fp32", activation="fp32", weights="fp32")
@@ -196,9 +196,10 @@ def test_scratch_is_planned_per_thread_and_portable_needs_one():
         program = layer_program(geometry(), Limits(256, 64, 1, 16), Formats(), 0, engine=engine, threads=threads)
         return {step.name: step.scratch for step in program.steps}
 
-    for engine in ("amx", "avx"):
+    for engine in ("amx", "avx", "avx512"):
         assert scratch(engine, 3)["index_select"] == 3 * scratch(engine, 1)["index_select"]
-    assert scratch("amx", 2)["sparse_attend"] == 2 * scratch("amx", 1)["sparse_attend"]
+    for engine in ("amx", "avx512"):
+        assert scratch(engine, 2)["sparse_attend"] == 2 * scratch(engine, 1)["sparse_attend"]
     assert scratch("portable", 1) == scratch("portable", 4)
 
 

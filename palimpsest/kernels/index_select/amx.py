@@ -32,7 +32,7 @@ def _group(call: Call) -> Group:
         held=scratch.take((rows,), "i64").numpy(),
         least=scratch.take((rows,), "i32").numpy(),
         seen=scratch.take((rows,), "i64").numpy(),
-        work=scratch.take((4, capacity), "i32").numpy(),
+        work=scratch.take((4 * capacity,), "i32").numpy(),
         sample=scratch.take((16,), "i32").numpy(),
         topk=topk,
     )

@@ -14,27 +14,11 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 
-from palimpsest.kernels.amx_decode import decode_codes, pack_codes
-from palimpsest.kernels.amx_ir import (
-    ADDRESS,
-    F32,
-    F32X16,
-    const,
-    fma,
-    load,
-    offset,
-    splat,
-    store,
-    tile_begin,
-    tile_dot,
-    tile_end,
-    tile_load,
-    tile_store,
-    tile_zero,
-    void,
-)  # fmt: skip
-from palimpsest.kernels.amx_topk import LOWEST, compact, push_scores
+from palimpsest.kernels.amx_ir import tile_begin, tile_dot, tile_end, tile_load, tile_store, tile_zero
+from palimpsest.kernels.avx512_decode import decode_codes, pack_codes
+from palimpsest.kernels.avx512_topk import LOWEST, emit_ids, push_scores
 from palimpsest.kernels.jit import Array, intrinsic, kernel, piece
+from palimpsest.kernels.llvm_ir import ADDRESS, F32, F32X16, const, fma, load, offset, splat, store, void
 
 
 class Group(NamedTuple):
@@ -60,7 +44,7 @@ class Group(NamedTuple):
     held: Annotated[Array, "i8[::1]"]
     least: Annotated[Array, "i4[::1]"]
     seen: Annotated[Array, "i8[::1]"]
-    work: Annotated[Array, "i4[:,::1]"]
+    work: Annotated[Array, "i4[::1]"]
     sample: Annotated[Array, "i4[::1]"]
     topk: Annotated[int, "i8"]
 
@@ -223,12 +207,4 @@ def pass_tiles(group, keys, scales, seen, start, stop, shared, nans):
 @kernel(Group, "i4[:,::1]", "i4[::1]")
 def emit(group, out, counts):
     """Write a group's ids [m, topk], ascending and padded with -1, and their counts [m]."""
-    topk = group.topk
-    for row in range(out.shape[0]):
-        count = group.held[row]
-        if count > topk:
-            compact(group.candidates[row], group.ids[row], count, topk, group.work, group.sample)
-            count = topk
-        counts[row] = count
-        for j in range(topk):
-            out[row, j] = group.ids[row, j] if j < count else np.int32(-1)
+    emit_ids(group, out, counts)

@@ -2,20 +2,20 @@
 
 from palimpsest.core.contract import OpContract, Operand
 from palimpsest.kernels import sizes
-from palimpsest.kernels.sizes import KEY_TILE, SELECT_ROWS, decode_scratch
+from palimpsest.kernels.sizes import KEY_TILE, SELECT_ROWS
 
 
 def _scratch(topk: int, heads: int, dim: int, format: str, engine: str = "portable", threads: int = 1, **_: object) -> int:
     if engine in sizes.AMX_ENGINES and sizes.amx_selects(format, dim):
         return threads * sizes.amx_select_scratch(topk, heads, dim)
-    if engine == "avx" and format == "fp8":
+    if engine in sizes.AVX_ENGINES and format == "fp8":
         return threads * sizes.avx_select_scratch(topk, heads, dim)
-    keys = KEY_TILE * (8 * dim + 8)
+    if format == "fp8":
+        return sizes.filter_scratch(topk, heads, dim)
+    keys = KEY_TILE * (8 * dim + 4 + 4 + 8 + 1)
     queries = SELECT_ROWS * heads * (8 * dim + 8)
-    scores = KEY_TILE * (8 * heads + 8 + 4 + 4 + 4 + 8 + 1)
     state = SELECT_ROWS * (topk + KEY_TILE) * 8
-    decode = decode_scratch(max(KEY_TILE, SELECT_ROWS * heads) * dim) if format == "fp8" else 0
-    return decode + keys + queries + scores + state + 12 * 64
+    return keys + queries + sizes.exact_scratch(heads, KEY_TILE) + state + 12 * 64
 
 
 CONTRACT = OpContract(

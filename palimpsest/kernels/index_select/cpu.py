@@ -1,4 +1,5 @@
-"""index_select, portable engine: streaming scores and exact top-k, one key tile and one row at a time.
+"""index_select, portable engine. fp8 records are filtered by fast scores and decided by exact ones (``filtered``); what is here
+is the run and the way of fp32 records: exact scores and exact top-k, one key tile and one row at a time.
 
 A candidate is one int64: the score's order in the high half (best first), the token id in the low half. Ascending order of these
 numbers is the selection order, ties included, and the id reads back from the low half. Per row, the ``topk`` best so far and the
@@ -9,7 +10,8 @@ import torch
 
 from palimpsest.core.units import ceil_div
 from palimpsest.kernels.call import Call, Chunk
-from palimpsest.kernels.fp8 import Decoder
+from palimpsest.kernels.index_select import filtered
+from palimpsest.kernels.index_select.exact import Exact
 from palimpsest.kernels.sizes import KEY_TILE, SELECT_ROWS
 from palimpsest.ranks.layout import row_slice
 
@@ -23,15 +25,10 @@ class _Tiles:
         scratch, p = call.scratch, call.params
         topk, heads, dim = p["topk"], p["heads"], p["dim"]
         scratch.reset()
-        self.stored = p["format"] == "fp8"
-        self.decode = Decoder(scratch, max(KEY_TILE, SELECT_ROWS * heads) * dim, "fp64") if self.stored else None
+        self.exact = Exact(scratch, heads, KEY_TILE)
         self.keys = scratch.take((KEY_TILE, dim), "fp64")
-        self.scales = scratch.take((KEY_TILE,), "fp64")
         self.queries = scratch.take((SELECT_ROWS, heads, dim), "fp64")
         self.weights = scratch.take((SELECT_ROWS, heads), "fp64")
-        self.dots = scratch.take((heads * KEY_TILE,), "fp64")
-        self.sums = scratch.take((KEY_TILE,), "fp64")
-        self.scores = scratch.take((KEY_TILE,), "fp32")
         self.order = scratch.take((KEY_TILE,), "i32")
         self.sign = scratch.take((KEY_TILE,), "i32")
         self.ids = scratch.take((KEY_TILE,), "i64")
@@ -47,8 +44,11 @@ def run(call: Call, chunk: Chunk) -> None:
     start, stop = row_slice(call.comm.rank, call.params["ranks"], slots * call.params["ranks"], chunk.rows)
     if start == stop:
         return
-    tiles = _Tiles(call)
     with np.errstate(invalid="ignore", over="ignore"):
+        if call.params["format"] == "fp8":
+            filtered.select(call, chunk, range(start, stop))
+            return
+        tiles = _Tiles(call)
         for first in range(start, stop, SELECT_ROWS):
             rows = range(first, min(first + SELECT_ROWS, stop))
             _select_group(call, tiles, chunk, rows, first - start)
@@ -69,7 +69,7 @@ def _select_group(call: Call, tiles: _Tiles, chunk: Chunk, rows: range, slot: in
         for i, row in enumerate(rows):
             seen = min(width, chunk.history + row + 1 - start)
             if seen > 0:
-                scores = _score(tiles, i, width, seen)
+                scores = tiles.exact(tiles.queries[i], tiles.weights[i], tiles.keys, None, seen)
                 _tap(call, row, start, scores)
                 nans[i] += _rank(tiles, scores, tiles.state[i, topk : topk + seen])
                 tiles.state[i, : topk + seen].partition(topk - 1)
@@ -78,49 +78,14 @@ def _select_group(call: Call, tiles: _Tiles, chunk: Chunk, rows: range, slot: in
 
 
 def _load_queries(call: Call, tiles: _Tiles, slot: int, count: int) -> None:
-    queries = call.view("index_query")[slot : slot + count]
-    if tiles.decode:
-        tiles.decode(queries.view(torch.uint8), tiles.queries[:count])
-    else:
-        tiles.queries[:count].copy_(queries)
+    tiles.queries[:count].copy_(call.view("index_query")[slot : slot + count])
     tiles.weights[:count].copy_(call.view("head_weights")[slot : slot + count])
 
 
 def _load_keys(call: Call, tiles: _Tiles, start: int, width: int) -> None:
     """Keys [start, start+width) as fp64; columns past ``width`` are stale and their scores are never looked at."""
-    keys = call.view("index_history", "keys")[start : start + width]
     torch.arange(start, start + width, out=tiles.ids[:width])
-    if tiles.decode:
-        tiles.decode(keys.view(torch.uint8), tiles.keys[:width])
-        tiles.scales[:width].copy_(call.view("index_history", "scales")[start : start + width])
-    else:
-        tiles.keys[:width].copy_(keys)
-
-
-def _score(tiles: _Tiles, i: int, width: int, seen: int) -> np.ndarray:
-    """fp32 scores of the first ``seen`` keys of the tile for row ``i`` of the group.
-
-    Dots of e4m3 values are exact in fp64, so their GEMM may have any shape; fp32 records keep one shape for every tile.
-    Heads add in ascending order, one multiply and one add each; one rounding to fp32; +0.0 turns -0 into +0.
-    """
-    columns = width if tiles.decode else KEY_TILE
-    heads = tiles.queries.shape[1]
-    dots = tiles.dots[: heads * columns].view(heads, columns)
-    torch.mm(tiles.queries[i], tiles.keys[:columns].t(), out=dots)
-    sums, parts = tiles.sums.numpy()[:seen], dots.numpy()[:, :seen]
-    sums.fill(0)
-    # head by head on contiguous rows: numpy buffers strided or broadcast operands in memory of its own
-    for part, weight in zip(parts, tiles.weights[i].tolist(), strict=True):
-        np.maximum(part, 0.0, out=part)
-        np.multiply(part, weight, out=part)
-        np.add(sums, part, out=sums)
-    if tiles.decode:
-        np.multiply(sums, tiles.scales.numpy()[:seen], out=sums)
-    scores = tiles.scores[:seen]
-    scores.copy_(tiles.sums[:seen])
-    found = scores.numpy()
-    np.add(found, np.float32(0), out=found)
-    return found
+    tiles.keys[:width].copy_(call.view("index_history", "keys")[start : start + width])
 
 
 def _tap(call: Call, row: int, start: int, scores: np.ndarray) -> None:

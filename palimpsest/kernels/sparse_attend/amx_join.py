@@ -7,8 +7,8 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 
-from palimpsest.kernels.amx_ir import I64, call, value
 from palimpsest.kernels.jit import Array, intrinsic, piece
+from palimpsest.kernels.llvm_ir import I64, call, value
 from palimpsest.kernels.sizes import UNION_WINDOW
 
 

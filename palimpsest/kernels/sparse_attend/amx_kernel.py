@@ -14,38 +14,15 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from palimpsest.kernels.amx_decode import copy64, decode_codes, decode_scaled, pair_rows, prefetch
 from palimpsest.kernels.amx_ir import tile_begin, tile_dot, tile_end, tile_load, tile_store, tile_zero
+from palimpsest.kernels.avx512_decode import pair_rows
 from palimpsest.kernels.jit import Array, kernel, piece
 from palimpsest.kernels.sizes import AMX_ID_BLOCK
-from palimpsest.kernels.sparse_attend.amx_softmax import (
-    LOW,
-    finish32,
-    read_address,
-    read_byte,
-    scale_row,
-    softmax16,
-    softmax16_masked,
-)
+from palimpsest.kernels.sparse_attend.avx512_records import AHEAD, Form, gather
+from palimpsest.kernels.sparse_attend.avx512_softmax import LOW, divide32, scale_row, softmax16, softmax16_masked
 
 #: ids of one block of the online softmax: part of the arithmetic
 BLOCK = AMX_ID_BLOCK
-#: record kinds
-FP8, DS_MLA, BF16 = 0, 1, 2
-_AHEAD = 32
-
-
-class Form(NamedTuple):
-    """Numbers of one call: record kind, elements of the latent and after it, softmax scale (times the record's, times log2(e)),
-    scale of the
-    values, and lanes a row takes in a union (0 without)."""
-
-    kind: Annotated[int, "i8"]
-    latent: Annotated[int, "i8"]
-    rope: Annotated[int, "i8"]
-    scale: Annotated[float, "f8"]
-    factor: Annotated[float, "f8"]
-    lanes: Annotated[int, "i8"]
 
 
 class Work(NamedTuple):
@@ -67,52 +44,6 @@ class Work(NamedTuple):
     state: Annotated[Array, "f4[:,:,::1]"]
     staging: Annotated[Array, "u1[::1]"]
     everyone: Annotated[Array, "u2[:,::1]"]
-
-
-@piece
-def decode_record(source, form, to, staging):
-    """One record at ``source`` -> bf16 at ``to``, 64 at a time; what lies behind is left alone or zero."""
-    kind, latent, rope, dim, short = form.kind, form.latent, form.rope, form.latent + form.rope, staging.ctypes.data
-    if kind == FP8:
-        for d in range(0, dim // 64 * 64, 64):
-            decode_codes(source + np.uint64(d), to + np.uint64(2 * d))
-        if dim % 64:
-            _copy_short(source + np.uint64(dim // 64 * 64), dim % 64, staging)
-            decode_codes(short, to + np.uint64(dim // 64 * 128))
-    elif kind == DS_MLA:
-        scales = source + np.uint64(latent)
-        for d in range(0, latent, 64):
-            decode_scaled(source + np.uint64(d), to + np.uint64(2 * d), scales + np.uint64(4 * (d // 128)))
-        _copy_bf16(source + np.uint64(latent + latent // 32), rope, to + np.uint64(2 * latent), staging)
-    else:
-        _copy_bf16(source, dim, to, staging)
-
-
-@piece
-def _copy_short(source, count, staging):
-    """``count`` < 128 bytes to ``staging``, zeros behind; reads whole 8-byte words only inside the record."""
-    words = staging.view(np.uint64)
-    for i in range(16):
-        words[i] = 0
-    for i in range(count // 8):
-        words[i] = read_address(source + np.uint64(8 * i))
-    if count % 8:
-        if count >= 8:
-            last = read_address(source + np.uint64(count - 8))
-            words[count // 8] = last >> np.uint64(8 * (8 - count % 8))
-        else:
-            for i in range(count):
-                staging[i] = read_byte(source + np.uint64(i))
-
-
-@piece
-def _copy_bf16(source, count, to, staging):
-    for d in range(0, count // 32 * 32, 32):
-        copy64(source + np.uint64(2 * d), to + np.uint64(2 * d))
-    if count % 32:
-        at = np.uint64(count // 32 * 64)
-        _copy_short(source + at, 2 * (count % 32), staging)
-        copy64(staging.ctypes.data, to + at)
 
 
 @piece
@@ -226,24 +157,6 @@ def _values_two(p, values, out, tokens, pitch, width):
 
 
 @piece
-def _gather_block(records, first, count, padded, form, work):
-    """Decode records [first, first + count) of the address list, zeros up to ``padded``."""
-    wide = work.wide
-    width, lines = np.uint64(2 * wide.shape[1]), (form.latent + form.rope) * (2 if form.kind == BF16 else 1) // 64
-    to = wide.ctypes.data
-    for t in range(count):
-        if first + t + _AHEAD < records.shape[0]:
-            ahead = records[first + t + _AHEAD]
-            for line in range(lines):
-                prefetch(ahead + np.uint64(64 * line))
-        decode_record(records[first + t], form, to, work.staging)
-        to += width
-    for t in range(count, padded):
-        for d in range(wide.shape[1]):
-            wide[t, d] = 0
-
-
-@piece
 def _logits(work, count, padded):
     """scores [padded, heads] of the decoded block; LOW for the padding."""
     queries, scores = work.queries, work.scores
@@ -317,7 +230,7 @@ def attend(records, masks, form, work):
     for first in range(0, ids, BLOCK):
         count = min(BLOCK, ids - first)
         padded = (count + 63) // 64 * 64
-        _gather_block(records, first, count, padded, form, work)
+        gather(records, first, count, padded, 0, form, work, AHEAD)
         _logits(work, count, padded)
         _softmax(work, masks, first, padded, np.float32(form.scale))
         _values(work, padded)
@@ -325,16 +238,16 @@ def attend(records, masks, form, work):
 
 @piece
 def finish_head(work, head, factor, out):
-    """out [latent] = totals[head] * (factor / its row sum), columns in order."""
-    totals, latent, share = work.totals, out.shape[0], factor / work.state[head // 16, 1, head % 16]
+    """out [latent] = totals[head] / its row sum * factor, columns in order."""
+    totals, latent, whole = work.totals, out.shape[0], work.state[head // 16, 1, head % 16]
     source, to = totals[head].ctypes.data, out.ctypes.data
     for column in range(0, latent // 32 * 32, 32):
-        finish32(source + np.uint64(4 * column), share, to + np.uint64(4 * column))
+        divide32(source + np.uint64(4 * column), whole, factor, to + np.uint64(4 * column))
     if latent % 32:
         last = latent // 32 * 32
         for c in range(latent - last):
             place = 4 * (c // 8) + c % 8 if c % 8 < 4 else 16 + 4 * (c // 8) + c % 8 - 4
-            out[last + c] = totals[head, last + place] * share
+            out[last + c] = totals[head, last + place] / whole * factor
 
 
 @kernel("u1[:,::1]", "i4[:,::1]", "i4[::1]", "u2[:,:,::1]", "f4[:,:,::1]", Form, Work)

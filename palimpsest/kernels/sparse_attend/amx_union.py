@@ -14,10 +14,11 @@ import numpy as np
 from palimpsest.kernels import sizes
 from palimpsest.kernels.call import Call, Chunk
 from palimpsest.kernels.sparse_attend import cpu
-from palimpsest.kernels.sparse_attend.amx import Operands, carve, checked_counts, takes
+from palimpsest.kernels.sparse_attend.amx import carve
 from palimpsest.kernels.sparse_attend.amx_join import Joined
-from palimpsest.kernels.sparse_attend.amx_kernel import Work
+from palimpsest.kernels.sparse_attend.amx_kernel import Work, attend_rows
 from palimpsest.kernels.sparse_attend.amx_union_kernel import attend_union, join_rows
+from palimpsest.kernels.sparse_attend.compiled import Operands, checked_counts, takes
 from palimpsest.kernels.workers import each
 
 
@@ -53,7 +54,7 @@ def run(call: Call, chunk: Chunk) -> None:
         return
     checked_counts(call, chunk)
     lanes = sizes.union_heads(call.params["heads"])
-    operands = Operands(call, lanes)
+    operands = Operands(call, attend_rows, lanes)
     call.scratch.reset()
     threads = [_thread(call, lanes) for _ in range(call.params.get("threads", 1))]
     size = sizes.ATTEND_ROWS

@@ -13,6 +13,8 @@ def _scratch(topk: int, heads: int, kv_lora: int, rope_dims: int, format: str, *
     if engine in sizes.AMX_ENGINES and sizes.amx_attends(format, activation):
         one = sizes.amx_union_scratch if engine == "amx-union" else sizes.amx_attend_scratch
         return int(more.get("threads", 1)) * one(topk, heads, kv_lora, rope_dims)
+    if engine == "avx512" and sizes.amx_attends(format, activation):
+        return int(more.get("threads", 1)) * sizes.avx512_attend_scratch(topk, heads, kv_lora, rope_dims)
     dim, ids, padded = kv_lora + rope_dims, align_up(topk, ID_BLOCK), align_up(heads, HEAD_TILE)
     decode = 0 if format in ("bf16", "fp32") else decode_scratch(ID_BLOCK * dim)
     values = 4 * ID_BLOCK * kv_lora if format == "fp8_ds_mla" else 0

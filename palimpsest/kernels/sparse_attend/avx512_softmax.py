@@ -1,4 +1,4 @@
-"""Online softmax of 16 heads over a block of tokens, and the pieces around it that need vectors (``amx`` engine).
+"""Online softmax of 16 heads over a block of tokens, and the pieces around it that need vectors (``amx`` and ``avx512`` engines).
 
 Heads lie in lanes: scores are [tokens, heads] fp32, so no sum runs across lanes and a head's bits do not depend on its
 neighbours.
@@ -13,8 +13,9 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from palimpsest.kernels.amx_decode import to_bf16
-from palimpsest.kernels.amx_ir import (
+from palimpsest.kernels.avx512_decode import to_bf16
+from palimpsest.kernels.jit import intrinsic
+from palimpsest.kernels.llvm_ir import (
     ADDRESS,
     F32,
     F32X16,
@@ -35,7 +36,6 @@ from palimpsest.kernels.amx_ir import (
     value,
     void,
 )  # fmt: skip
-from palimpsest.kernels.jit import intrinsic
 from palimpsest.kernels.sizes import AMX_ID_BLOCK
 
 #: below every score that can occur, and finite, so that differences are too
@@ -56,16 +56,18 @@ _POWERS = tuple(
 
 
 def exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """2^x for x <= 0; 2^-126 below that exponent; NaN for NaN."""
+    """2^x for x <= 0; zero where x < -126, so that a record far below the others counts for nothing; NaN for NaN."""
     floor = const(F32X16, -126.0)
-    x = b.select(b.fcmp_ordered("<", x, floor), floor, x)
+    below = b.fcmp_ordered("<", x, floor)
+    x = b.select(below, floor, x)
     whole = call(b, "llvm.roundeven.v16f32", F32X16, x)
     part, power = b.fsub(x, whole), const(F32X16, _POWERS[-1])
     for coefficient in _POWERS[-2::-1]:
         power = fma(b, power, part, const(F32X16, coefficient))
     # the instruction itself, because fptosi of a NaN is undefined: it gives 1 << 31, which the shift turns into 0
     shift = call(b, "llvm.x86.avx512.mask.cvttps2dq.512", I32X16, whole, const(I32X16, 0), ir.Constant(I16, 0xFFFF), I32(4))
-    return b.bitcast(b.add(b.bitcast(power, I32X16), b.shl(shift, const(I32X16, 23))), F32X16)
+    found = b.bitcast(b.add(b.bitcast(power, I32X16), b.shl(shift, const(I32X16, 23))), F32X16)
+    return b.select(below, const(F32X16, 0.0), found)
 
 
 def _larger(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -179,15 +181,16 @@ _BACK = tuple(4 * (c // 8) + c % 8 if c % 8 < 4 else 16 + 4 * (c // 8) + c % 8 -
 
 
 @intrinsic
-def finish32(typing: Any, row: Any, factor: Any, out: Any) -> Any:
-    """out[32] = row[32] * factor, columns put back in order."""
+def divide32(typing: Any, row: Any, whole: Any, factor: Any, out: Any) -> Any:
+    """out[32] = row[32] / whole * factor, two roundings, columns put back in order."""
 
-    def body(b: ir.IRBuilder, row: ir.Value, factor: ir.Value, out: ir.Value) -> None:
-        x, y, factors = load(b, row, F32X16, 64), load(b, offset(b, row, 64), F32X16, 64), splat(b, factor, F32X16)
+    def body(b: ir.IRBuilder, row: ir.Value, whole: ir.Value, factor: ir.Value, out: ir.Value) -> None:
+        sums, factors = splat(b, whole, F32X16), splat(b, factor, F32X16)
+        x, y = (b.fmul(b.fdiv(load(b, offset(b, row, at), F32X16, 64), sums), factors) for at in (0, 64))
         for half in range(2):
-            store(b, b.fmul(shuffle(b, x, y, _BACK[16 * half : 16 * half + 16]), factors), offset(b, out, 64 * half), 4)
+            store(b, shuffle(b, x, y, _BACK[16 * half : 16 * half + 16]), offset(b, out, 64 * half), 4)
 
-    return types.void(ADDRESS, types.float32, ADDRESS), void(body)
+    return types.void(ADDRESS, types.float32, types.float32, ADDRESS), void(body)
 
 
 @intrinsic
@@ -203,3 +206,8 @@ def read_address(typing: Any, address: Any) -> Any:
 @intrinsic
 def read_byte(typing: Any, address: Any) -> Any:
     return types.uint8(ADDRESS), value(lambda b, address: load(b, address, ir.IntType(8)))
+
+
+@intrinsic
+def write_word(typing: Any, address: Any, word: Any) -> Any:
+    return types.void(ADDRESS, ADDRESS), void(lambda b, address, word: store(b, word, address))

@@ -1,4 +1,4 @@
-"""Exact streaming top-k of one row with AVX512 (``amx`` engine): candidates, thresholds, compaction.
+"""Exact streaming top-k of one row with AVX512 (``amx`` and ``avx`` engines): candidates, thresholds, compaction.
 
 A score becomes a signed integer key that orders like the score (-0 as +0, NaN as -inf); a candidate is (key, token id), kept in
 arrival order,
@@ -14,7 +14,8 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 
-from palimpsest.kernels.amx_ir import (
+from palimpsest.kernels.jit import intrinsic, piece
+from palimpsest.kernels.llvm_ir import (
     ADDRESS,
     F32X16,
     I32,
@@ -29,7 +30,6 @@ from palimpsest.kernels.amx_ir import (
     store,
     value,
 )  # fmt: skip
-from palimpsest.kernels.jit import intrinsic, piece
 
 #: below every key, also that of -inf
 LOWEST = np.int32(-(1 << 31))
@@ -160,15 +160,14 @@ def _pivot(keys, first, count, rank, sample):
 
 @piece
 def kth_largest(keys, count, rank, work, sample):
-    """The ``rank``-th largest of keys[:count] (1-based); ``keys`` stays. ``work`` [4, >= count + SLACK], ``sample`` [16]:
+    """The ``rank``-th largest of keys[:count] (1-based); ``keys`` stays. ``work`` [4 * (>= count + SLACK)], ``sample`` [16]:
     scratch, int32."""
-    half = work.shape[1]
-    flat = work.reshape(4 * half)
+    half = work.shape[0] // 4
     source, first, held, want, flip = keys, 0, count, rank, 0
     while held > 32:
         pivot = _pivot(source, first, held, want, sample)
         high, counts = 2 * flip * half, 0
-        start, to = source.ctypes.data + np.uint64(4 * first), flat.ctypes.data
+        start, to = source.ctypes.data + np.uint64(4 * first), work.ctypes.data
         for j in range(0, held, 16):
             counts = split16(
                 start + np.uint64(4 * j), pivot, held - j, to + np.uint64(4 * high), to + np.uint64(4 * (high + half)), counts
@@ -176,7 +175,7 @@ def kth_largest(keys, count, rank, work, sample):
         highs, lows = counts & 0xFFFFFFFF, counts >> 32
         if highs < want <= held - lows:
             return pivot
-        source, flip = flat, 1 - flip
+        source, flip = work, 1 - flip
         if want <= highs:
             first, held = high, highs
         else:
@@ -232,3 +231,17 @@ def push_scores(group, row, scores, seen, first):
             held = group.topk
     group.held[row], group.least[row] = held, least
     return nans
+
+
+@piece
+def emit_ids(group, out, counts):
+    """Write a group's ids [m, topk], ascending and padded with -1, and their counts [m]."""
+    topk = group.topk
+    for row in range(out.shape[0]):
+        count = group.held[row]
+        if count > topk:
+            compact(group.candidates[row], group.ids[row], count, topk, group.work, group.sample)
+            count = topk
+        counts[row] = count
+        for j in range(topk):
+            out[row, j] = group.ids[row, j] if j < count else np.int32(-1)
