@@ -43,6 +43,26 @@ def cpu_flags() -> list[str]:
     return next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
 
 
+def check_native(tree: Tree, name: str, fact: Tree) -> None:
+    """Raise BadCore unless native program ``name`` takes exactly what the steps give it, and needs no flag the core hides."""
+    for one in (one for step in tree["steps"] for one in step["passes"] if one["program"] == name):
+        given: list[Any] = [{key: a[key] for key in ("dtype", "size", "stride", "mutated")} for a in one["args"]]
+        wanted = fact["args"]
+        if given != wanted:
+            at = next((i for i, (a, b) in enumerate(zip(given, wanted, strict=False)) if a != b), min(len(given), len(wanted)))
+            found, takes = (str(args[at])[:120] if at < len(args) else "nothing" for args in (given, wanted))
+            raise BadCore(f"manifest.json: argument {at} of {name} is {found}; the program takes {takes}; prepare the core again")
+        loose = [a for a in one["args"] if a["dtype"] == "u8" and a["mutated"] and (a["offset"] % 64 or a["steps"])]
+        if loose:
+            buffer, at = loose[0]["buffer"], loose[0]["offset"]
+            raise BadCore(f"manifest.json: scratch {buffer} of {name} moves, or begins at byte {at}, which is no multiple of 64")
+        if any(a["dynamic"] for a in one["args"]):
+            raise BadCore(f"manifest.json: an argument of {name} may be shorter in a call; a native program knows one size")
+    hidden = sorted(set(fact["cpu_flags"]) - set(tree["environment"]["cpu_flags"]))
+    if hidden:
+        raise BadCore(f"manifest.json: {name} was compiled for {', '.join(hidden)}, which cpu_flags leaves out; prepare it again")
+
+
 def check_plan(tree: Tree) -> None:
     """Raise BadCore unless every view of every step stays inside its buffer and shares no byte with what lives beside it."""
     _check_limits(tree["limits"])

@@ -1,17 +1,17 @@
 """``load``: a core folder -> a verified Core; ``Core.bind`` -> a Session of one rank."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from palimpsest_loader import manifest
-from palimpsest_loader.check import check_machine, check_plan
+from palimpsest_loader.check import check_machine, check_native, check_plan
 from palimpsest_loader.comm import Alone, Comm
 from palimpsest_loader.errors import BadCore, CoreError
-from palimpsest_loader.native import load_program
+from palimpsest_loader.native import Call, load_native, load_program
 from palimpsest_loader.session import Session
 from palimpsest_loader.weights import Weights
 
@@ -19,9 +19,7 @@ from palimpsest_loader.weights import Weights
 class Core:
     """A verified core: its files have the manifest's hashes, its plan holds, its programs are loaded."""
 
-    def __init__(
-        self, path: Path, tree: dict[str, Any], digest: str, programs: Mapping[str, Callable[[list[torch.Tensor]], object]]
-    ):
+    def __init__(self, path: Path, tree: dict[str, Any], digest: str, programs: Mapping[str, Call]):
         self.path, self.tree, self.digest, self.programs = path, tree, digest, programs
 
     @property
@@ -73,8 +71,26 @@ def load(path: str | Path, digest: str | None = None, *, trust: bool = False, ra
             code[name] = _read(path, name, fact)
         elif name not in skipped:
             _verify(path, name, fact)
-    loaded = {name: load_program(data, name) for name, data in code.items()}
-    return Core(path, tree, found, {name: loaded[one["file"]] for name, one in tree["programs"].items()})
+    return Core(path, tree, found, _load_programs(tree, code))
+
+
+def _load_programs(tree: Mapping[str, Any], code: Mapping[str, bytes]) -> dict[str, Call]:
+    """Program -> call. A file is loaded once; a native program must take what the manifest calls it with. Raises BadCore."""
+    engines = {one["file"]: one["engine"] for one in tree["programs"].values()}
+    mixed = [name for name, one in tree["programs"].items() if engines[one["file"]] != one["engine"]]
+    if mixed:
+        raise BadCore(f"{manifest.NAME}: program {mixed[0]} gives its file another engine than the next that uses it")
+    loaded: dict[str, Call] = {}
+    notes: dict[str, dict[str, Any]] = {}
+    for file, data in code.items():
+        if engines[file] == "aoti":
+            loaded[file] = load_program(data, file)
+        else:
+            loaded[file], notes[file] = load_native(data, file, engines[file])
+    for name, one in tree["programs"].items():
+        if one["file"] in notes:
+            check_native(tree, name, notes[one["file"]])
+    return {name: loaded[one["file"]] for name, one in tree["programs"].items()}
 
 
 def _check_names(tree: Mapping[str, Any]) -> None:

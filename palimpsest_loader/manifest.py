@@ -167,7 +167,8 @@ STEP = {
     "reads": _list(_text),
     "writes": _list(_text),
 }
-PROGRAM = {"engine": _one_of(("aoti",)), "file": _path, "key": _digest, "template": _digest, "scratch_bytes": _count}
+ENGINES = ("aoti", "native-avx", "native-amx")
+PROGRAM = {"engine": _one_of(ENGINES), "file": _path, "key": _digest, "template": _digest, "scratch_bytes": _count}
 TENSOR = {"dtype": _one_of(DTYPES), "shape": _list(_count, 8)}
 ENVIRONMENT = {
     "torch": _text,

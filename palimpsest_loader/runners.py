@@ -140,13 +140,14 @@ def _scatter(one: Pass, pages: torch.Tensor, owner: int, first: int, ranks: int)
 
 
 def select(step: Step, chunk: Chunk) -> None:
-    """Scores of a few rows against every key tile they see, then their ids."""
+    """Scores of a few rows against every key tile they see, then their ids. Rows of a tile that are not active see nothing."""
     (scored, emit), tile, keys = step.passes, step.numbers["tile"], step.numbers["keys"]
     seen, start, tokens = step.control["seen"], step.control["start"], step.limits["tokens"]
     first, count, room = _slice(step, chunk)
     for slot in tiles(count, tile, room):
         row = first + slot
         torch.arange(chunk.history + row + 1, chunk.history + row + 1 + tile, out=seen)
+        seen[count - slot :].zero_()
         for key in range(0, chunk.history + min(row + tile, first + count), keys):
             view = min(key, tokens - keys)
             start[0], start[1] = view, key

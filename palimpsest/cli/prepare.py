@@ -30,6 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile workers (default: half the CPUs)",
     )
     parser.add_argument("--isa", metavar="SET", help="instruction set: avx512 or avx2 (default: the widest of this machine)")
+    parser.add_argument(
+        "--engine",
+        choices=("portable", "avx"),
+        default="portable",
+        help="whose selection the core holds: portable (compiled by torch), or avx (this package's own kernels as native code)",
+    )
     parser.add_argument("--store", metavar="FOLDER", help="compiled programs to reuse (default: ~/.cache/palimpsest/store)")
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=1800.0, help="limit of one compile job (default: 1800)"
@@ -50,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")  # torch.export's own
     output, started = Path(args.output), time.monotonic()
     refuse_taken(output)
-    layer = plan_layer(Path(args.checkpoint), args.layer, context=args.context, rows=args.rows, ranks=args.ranks, page=args.page)
+    sizes = {"context": args.context, "rows": args.rows, "ranks": args.ranks, "page": args.page}
+    layer = plan_layer(Path(args.checkpoint), args.layer, **sizes, engine=args.engine)
     store = (
         Path(args.store)
         if args.store

@@ -25,9 +25,17 @@ class Layer:
 
 
 def plan_layer(
-    model: Path, layer: int | None = None, *, context: str | None = None, rows: str = "4096", ranks: str = "1", page: str = "64"
+    model: Path,
+    layer: int | None = None,
+    *,
+    context: str | None = None,
+    rows: str = "4096",
+    ranks: str = "1",
+    page: str = "64",
+    engine: str = "portable",
 ) -> Layer:
-    """Plan one layer; counts are texts such as ``1M``. ``layer`` defaults to the first that runs an indexer.
+    """Plan one layer; counts are texts such as ``1M``. ``layer`` defaults to the first that runs an indexer; the core holds the
+    selection of ``engine``.
 
     Raises BadCheckpoint, BadConfig and Unsupported as reading, planning and the recipes do.
     """
@@ -37,7 +45,7 @@ def plan_layer(
     number = layer if layer is not None else next(iter(geometry.full_layers), geometry.sparse_layers[0])
     tokens = parse_count(context, "--context") if context else geometry.max_context
     limits = Limits(tokens, parse_count(rows, "--rows"), parse_count(ranks, "--ranks"), parse_count(page, "--page"))
-    program = recipes.program(geometry, limits, recipes.default_formats(geometry), number)
+    program = recipes.program(geometry, limits, recipes.default_formats(geometry), number, engine=engine)
     fill = from_checkpoint(
         checkpoint, lambda rank, size: recipes.weight_slices(geometry, number, rank, size, prefix), recipes.tables(geometry)
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 from palimpsest.core.spec import Program
 from palimpsest.core.units import CPU_ALIGN
-from palimpsest.export.programs import ARITHMETIC
 from palimpsest.export.stages import Built
 from palimpsest.export.weights import weight_buffers
 from palimpsest.plan.plan import Plan
@@ -24,11 +23,12 @@ KINDS = ("persistent", "reusable", "staging", "signal")
 
 @dataclass(frozen=True)
 class Compiled:
-    """One program of the store: its key, the template's digest, bytes of temporaries at most."""
+    """One program of the store: its key, the template's digest, bytes of temporaries at most, what runs it."""
 
     key: str
     template: str
     scratch_bytes: int
+    engine: str = "aoti"
 
 
 def tree(
@@ -45,7 +45,7 @@ def tree(
     return {
         "format": FORMAT,
         "name": program.name,
-        "arithmetic": ARITHMETIC,
+        "arithmetic": built.arithmetic,
         "environment": dict(environment),
         "program": program.digest,
         "plan": plan.digest,
@@ -62,7 +62,7 @@ def tree(
         },
         "programs": {
             name: {
-                "engine": "aoti",
+                "engine": one.engine,
                 "file": program_file(one.key),
                 "key": one.key,
                 "template": one.template,

@@ -73,6 +73,7 @@ def compare(core: Core, model: Path, seed: int) -> list[Found]:
         rows=str(limits["rows"]),
         ranks=str(limits["ranks"]),
         page=str(limits["page"]),
+        engine=engine_of(tree),
     )
     if (layer.program.digest, layer.plan.digest) != (tree["program"], tree["plan"]):
         raise BadConfig(f"{model} gives another program or plan than {core.path} holds; pass the checkpoint it was prepared from")
@@ -81,13 +82,19 @@ def compare(core: Core, model: Path, seed: int) -> list[Found]:
         name, tally = tree["weights"]["files"][comm.rank], _Tally()
         weights = Weights(core.path / name, name, tree["weights"]["tensors"])
         with (
-            prepare(layer.program, layer.plan, comm=comm, fill=layer.fill) as eager,
+            prepare(layer.program, layer.plan, comm=comm, fill=layer.fill, engine=engine_of(tree)) as eager,
             Session(tree, weights, core.programs, comm) as session,
         ):
             _one_rank(session, eager, layer, seed, tally)
         return tally
 
     return _found(run_local(int(limits["ranks"]), body))
+
+
+def engine_of(tree: dict[str, Any]) -> str:
+    """The eager engine a core's selection is held to: the one its native programs are from."""
+    names = {one["engine"].removeprefix("native-") for one in tree["programs"].values() if one["engine"] != "aoti"}
+    return names.pop() if names else "portable"
 
 
 def _found(tallies: list[_Tally]) -> list[Found]:

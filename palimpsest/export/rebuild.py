@@ -1,8 +1,5 @@
 """Rebuild a core for another toolchain without the model code: its manifest, its weights, and the templates of the store."""
 
-import hashlib
-import os
-import secrets
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,10 +7,10 @@ from typing import Any
 
 from palimpsest.core.errors import BadConfig, Unavailable
 from palimpsest.export import manifest
-from palimpsest.export.prepare import Options, Prepared, Progress, file_fact, refuse_taken, run_jobs, write_job
+from palimpsest.export.native import of_tools
+from palimpsest.export.prepare import Options, Prepared, Progress, appear, file_fact, recipe_of, refuse_taken, run_jobs, write_job
 from palimpsest.export.qualify_core import view_spec
-from palimpsest.export.store import Store, sync
-from palimpsest.export.template import key_text, read_template
+from palimpsest.export.store import Store, draft, sync
 from palimpsest.export.toolchain import find
 from palimpsest_loader.core import digest_of
 from palimpsest_loader.manifest import read
@@ -30,6 +27,7 @@ def rebuild_core(core: Path, output: Path, options: Options, *, progress: Progre
     templates, say = store.templates(), progress if progress is not None else lambda name, what: None
     specs = {one["program"]: view_spec(tree, one["args"]) for step in tree["steps"] for one in step["passes"]}
     keys: dict[str, str] = {}
+    flags: set[str] = set()
     with tempfile.TemporaryDirectory(prefix="palimpsest-rebuild-") as folder:
         jobs = []
         for name, one in tree["programs"].items():
@@ -39,43 +37,41 @@ def rebuild_core(core: Path, output: Path, options: Options, *, progress: Progre
                     "give the store it was prepared with"
                 )
             template = templates[one["template"]].read_bytes()
-            text = key_text(template, read_template(template)[1], tools.config(), tools.facts())
-            keys[name] = hashlib.sha256(text.encode()).hexdigest()
-            if store.get(keys[name]) is None:
-                facts = {"store": str(store.root.resolve()), "key": keys[name], "config": tools.config(), "isa": tools.isa}
-                jobs.append(write_job(Path(folder), name, template, specs[name], facts))
+            recipe = recipe_of(template, tools, store)
+            keys[name] = recipe.key
+            if one["engine"] != "aoti":
+                flags |= set(of_tools(one["engine"].removeprefix("native-"), tools).flags)
+            if store.get(recipe.key) is None:
+                jobs.append(write_job(Path(folder), name, template, specs[name], recipe))
         run_jobs(jobs, options, say)
-    return _publish(core, output, tree, keys, store, tools.environment(), len(keys) - len(jobs))
+    return _publish(core, output, tree, keys, store, tools.environment(flags), len(keys) - len(jobs))
 
 
 def _publish(
     core: Path, output: Path, tree: dict[str, Any], keys: dict[str, str], store: Store, environment: dict[str, Any], hits: int
 ) -> Prepared:
-    work = output.parent / f".{output.name}.new-{secrets.token_hex(6)}"
     try:
-        (work / "programs").mkdir(parents=True)
-        (work / "weights").mkdir()
-        old = {one["file"] for one in tree["programs"].values()}
-        files = {name: fact for name, fact in tree["files"].items() if name not in old}
-        for name in files:
-            shutil.copyfile(core / name, work / name)
-        for name, key in keys.items():
-            entry = store.get(key)
-            if entry is None:
-                raise Unavailable(f"store {store.root}: program {name} is not there any more; run it again")
-            path = manifest.program_file(key)
-            shutil.copyfile(entry.program, work / path)
-            files[path] = file_fact(work / path)
-            tree["programs"][name] |= {"file": path, "key": key, "scratch_bytes": int(entry.meta["scratch_bytes"])}
-        data = manifest.encode({**tree, "environment": environment, "files": files})
-        (work / manifest.NAME).write_bytes(data)
-        for name in (*files, manifest.NAME):
-            sync(work / name)
-        refuse_taken(output)
-        os.rename(work, output)
-        sync(output.parent)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with draft(output.parent, f".{output.name}.new-") as work:
+            (work / "programs").mkdir()
+            (work / "weights").mkdir()
+            old = {one["file"] for one in tree["programs"].values()}
+            files = {name: fact for name, fact in tree["files"].items() if name not in old}
+            for name in files:
+                shutil.copyfile(core / name, work / name)
+            for name, key in keys.items():
+                entry = store.get(key)
+                if entry is None:
+                    raise Unavailable(f"store {store.root}: program {name} is not there any more; run it again")
+                path = manifest.program_file(key)
+                shutil.copyfile(entry.program, work / path)
+                files[path] = file_fact(work / path)
+                tree["programs"][name] |= {"file": path, "key": key, "scratch_bytes": int(entry.meta["scratch_bytes"])}
+            data = manifest.encode({**tree, "environment": environment, "files": files})
+            (work / manifest.NAME).write_bytes(data)
+            for name in (*files, manifest.NAME):
+                sync(work / name)
+            appear(work, output)
     except OSError as error:
         raise Unavailable(f"cannot write {output}: {error.strerror or error}; nothing was published") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return Prepared(output, digest_of(output), len(keys), hits)

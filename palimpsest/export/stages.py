@@ -8,26 +8,43 @@ again: a row's bits do not depend on its place in a tile.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from palimpsest.core.errors import Unsupported
 from palimpsest.core.spec import Buffer, Program, Step
 from palimpsest.core.units import align_up, dtype_bytes
 from palimpsest.export import programs
+from palimpsest.export.native import Native
 from palimpsest.export.spec import CONTROL, Argument, Pass, Stage
-from palimpsest.kernels.sizes import KEY_TILE, ROW_TILE
+from palimpsest.kernels.sizes import KEY_TILE, ROW_TILE, avx_select_rows
 
+#: engines that a core has a form of
+EXPORTED = ("portable", "avx")
 #: query rows whose keys are scored by one call
 SELECT_TILE = 4
 
 
 @dataclass(frozen=True)
 class Built:
-    """Stages in order, and the functions of their programs by name."""
+    """Stages in order, and their programs by name: functions to export, or kernels of a compiled engine.
+
+    arithmetic: id for the manifest
+    """
 
     stages: tuple[Stage, ...]
     functions: dict[str, Callable[..., None]]
+    natives: dict[str, Native] = field(default_factory=dict)
+    arithmetic: str = programs.ARITHMETIC
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All programs, in the order of their calls."""
+        return tuple(dict.fromkeys(one.program for stage in self.stages for one in stage.passes))
+
+    def engine(self, program: str) -> str:
+        """What runs ``program``, in the manifest's words."""
+        return f"native-{self.natives[program].engine}" if program in self.natives else "aoti"
 
     def arguments(self, program: str) -> tuple[Argument, ...]:
         """The arguments of the one pass that calls ``program``."""
@@ -45,10 +62,12 @@ class Builder:
         self.tile = min(ROW_TILE, program.limits.rows)
         self.slice_tile = min(ROW_TILE, program.limits.slice_rows)
         self.functions: dict[str, Callable[..., None]] = {}
+        self.natives: dict[str, Native] = {}
 
     def build(self) -> Built:
         stages = tuple(self._stage(step) for step in self.program.steps)
-        return Built(stages, self.functions)
+        names = sorted({one.engine for one in self.natives.values()})
+        return Built(stages, self.functions, self.natives, "+".join([programs.ARITHMETIC, *(f"{name}-1" for name in names)]))
 
     def _stage(self, step: Step) -> Stage:
         makers: dict[str, Callable[[Step, dict[str, Any], dict[str, str]], dict[str, Any]]] = {
@@ -68,6 +87,12 @@ class Builder:
         }
         if step.op not in makers:
             raise Unsupported(f"step {step.name}: op {step.op} has no exported form; exported are {', '.join(sorted(makers))}")
+        engine = dict(step.params).get("engine", "portable")
+        if engine not in EXPORTED:
+            raise Unsupported(
+                f"step {step.name}: a core has no form of engine {engine}, whose projections and attention round as no exported "
+                "program does; plan for avx or portable"
+            )
         roles = dict((*step.reads, *step.writes, *step.updates))
         parts = makers[step.op](step, dict(step.params), roles)
         accesses = step.accesses()
@@ -265,6 +290,8 @@ class Builder:
 
     def _select(self, step: Step, p: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:
         stored, topk, tokens = p["format"] == "fp8", p["topk"], self.limits.tokens
+        if stored and p["engine"] == "avx":
+            return self._select_native(step, p, avx_select_rows(topk, p["heads"], p["dim"]))
         tile, keys = min(SELECT_TILE if stored else 1, self.limits.slice_rows), min(KEY_TILE, tokens)
         if not stored and tokens % keys:
             raise Unsupported(
@@ -285,6 +312,27 @@ class Builder:
         return {
             "runner": "select",
             "passes": (first, second),
+            "numbers": {"tile": tile, "keys": keys},
+            "control": {"seen": tile, "start": 2},
+        }
+
+    def _select_native(self, step: Step, p: dict[str, Any], most: int) -> dict[str, Any]:
+        """The compiled engine's own kernels over groups of ``most`` rows; its scratch is one argument, laid out by its code."""
+        tile, keys = min(most, self.limits.slice_rows), min(KEY_TILE, self.limits.tokens)
+        scratch = Argument(step.scratch_name, "u8", (step.scratch,), (1,), 0, {}, True)
+        seen, start = (Argument(f"{CONTROL}{n}", "i64", (size,), (1,)) for n, size in (("seen", tile), ("start", 2)))
+        numbers = {n: p[n] for n in ("topk", "heads", "dim")} | {"rows": tile, "keys": keys, "scratch": step.scratch}
+        args = [self.view("index_query", "s..", tile=tile), self.view("head_weights", "s.", tile=tile)]
+        args += [self.view("index_history", take, tile=keys, plane=plane) for take, plane in (("k.", "keys"), ("k", "scales"))]
+        args += [seen, start, self.view("local_counts", "s", tile=tile, plane="nans", mutated=True), scratch]
+        found = [self.view("local_ids", "s.", tile=tile, mutated=True)]
+        found.append(self.view("local_counts", "s", tile=tile, plane="counts", mutated=True))
+        names = {f"{step.name}.tile": "index_select.tile", f"{step.name}.emit": "index_select.emit"}
+        self.natives |= {name: Native(p["engine"], kernel, numbers) for name, kernel in names.items()}
+        second = Pass(f"{step.name}.emit", ("slot",), (scratch, *found))
+        return {
+            "runner": "select",
+            "passes": (Pass(f"{step.name}.tile", ("slot", "key"), tuple(args)), second),
             "numbers": {"tile": tile, "keys": keys},
             "control": {"seen": tile, "start": 2},
         }

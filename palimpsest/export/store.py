@@ -1,16 +1,19 @@
 """The store: compiled programs by key, and the templates they were made from. An entry exists whole or not at all.
 
 ``<store>/<key>/`` holds ``program.so``, ``template.json`` and ``meta.json``, which has the hashes of the other two and is read
-first. An entry is renamed into place when everything is on the disk; a damaged one is set aside and made again.
+first. An entry is renamed into place when everything is on the disk; a damaged one is set aside and made again. Half-written
+folders (``draft``) are hidden, locked while their process lives, and swept by whoever comes next.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,25 +72,22 @@ class Store:
 
     def publish(self, key: str, program: Path, template: bytes, facts: Mapping[str, Any]) -> Entry:
         """Move ``program`` and ``template`` in under ``key``. Raises Unavailable when the disk refuses; then nothing is left."""
-        work = self.root / f".new-{secrets.token_hex(8)}"
         try:
-            work.mkdir()
-            shutil.copyfile(program, work / PROGRAM)
-            (work / TEMPLATE).write_bytes(template)
-            meta = {**facts, "format": FORMAT, PROGRAM: _sha256(work / PROGRAM), TEMPLATE: _sha256(work / TEMPLATE)}
-            (work / META).write_text(json.dumps(meta, sort_keys=True) + "\n")
-            for name in (PROGRAM, TEMPLATE, META):
-                sync(work / name)
-            sync(work)
-            try:
-                os.rename(work, self.root / key)
-            except OSError as error:
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
+            with draft(self.root, ".new-") as work:
+                shutil.copyfile(program, work / PROGRAM)
+                (work / TEMPLATE).write_bytes(template)
+                meta = {**facts, "format": FORMAT, PROGRAM: _sha256(work / PROGRAM), TEMPLATE: _sha256(work / TEMPLATE)}
+                (work / META).write_text(json.dumps(meta, sort_keys=True) + "\n")
+                for name in (PROGRAM, TEMPLATE, META):
+                    sync(work / name)
+                sync(work)
+                try:
+                    os.rename(work, self.root / key)
+                except OSError as error:
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
         except OSError as error:
             raise Unavailable(f"store {self.root}: {error.strerror}; free space or choose another folder with --store") from None
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
         found = self.get(key)
         if found is None:
             raise Unavailable(f"store {self.root}: entry {key[:16]} vanished while it was published; run prepare again")
@@ -101,6 +101,44 @@ class Store:
             if meta is not None:
                 found[str(meta[TEMPLATE])] = folder / TEMPLATE
         return found
+
+
+@contextmanager
+def draft(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder ``<prefix><12 hexadecimal digits>`` in ``parent``, to be filled and renamed away; what is left of it goes.
+
+    It is locked while this process lives, so drafts of killed processes can be told from those at work, and are removed here.
+    Raises OSError.
+    """
+    _sweep(parent, prefix)
+    while True:
+        work = parent / f"{prefix}{secrets.token_hex(6)}"
+        work.mkdir()
+        held = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # a file system without locks: nobody sweeps there
+            fcntl.flock(held, fcntl.LOCK_EX)
+        if work.is_dir():  # else a sweep came between the folder and its lock
+            break
+        os.close(held)
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        os.close(held)
+
+
+def _sweep(parent: Path, prefix: str) -> None:
+    for path in parent.iterdir():
+        rest = path.name.removeprefix(prefix)
+        if not path.name.startswith(prefix) or len(rest) != 12 or set(rest) - set("0123456789abcdef"):
+            continue
+        with suppress(OSError):  # it is at work, or another sweep has it
+            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(held)
 
 
 def _meta(folder: Path) -> dict[str, Any] | None:

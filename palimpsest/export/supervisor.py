@@ -19,6 +19,8 @@ from palimpsest.core.errors import Unavailable
 
 #: seconds between two looks at the running jobs
 POLL_S = 0.05
+#: exit code of a job that another attempt would not help (EX_CANTCREAT of sysexits.h)
+GIVE_UP = 73
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,18 @@ class Supervisor:
             if code is None
             else f"was killed by signal {-code}"
             if code < 0
+            else "gave up"
+            if code == GIVE_UP
             else f"ended with {code}"
         )
-        if one.attempt <= self.retries:
+        if one.attempt <= self.retries and code != GIVE_UP:
             self.notify(Event(one.job.name, "retry", one.attempt, seconds, why))
             return True
         self.notify(Event(one.job.name, "failed", one.attempt, seconds, why))
-        raise Unavailable(f"compiling {one.job.name} {why} in attempt {one.attempt}; last words: {last_words(one.job.log)}")
+        words = last_words(one.job.log)
+        if code == GIVE_UP:
+            raise Unavailable(f"compiling {one.job.name}: {words}")
+        raise Unavailable(f"compiling {one.job.name} {why} in attempt {one.attempt}; last words: {words}")
 
 
 def last_words(log: Path, most: int = 300) -> str:

@@ -5,6 +5,7 @@ store key.
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,17 @@ _SPELLING = {"avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "avx512fp
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Made by ``find``. flags: what a processor needs, by the names of /proc/cpuinfo."""
+    """Made by ``find``. flags: what a processor needs, by the names of /proc/cpuinfo; here: what this one has; widest: whether
+    nobody named an instruction set.
+    """
 
     torch: str
     compiler: str
     machine: str
     isa: str
     flags: tuple[str, ...]
+    here: frozenset[str] = frozenset()
+    widest: bool = False
 
     def facts(self) -> dict[str, str]:
         """For the store key."""
@@ -51,13 +56,13 @@ class Toolchain:
             "flags": " ".join(self.flags),
         }
 
-    def environment(self) -> dict[str, Any]:
-        """For the manifest: what a loader checks."""
+    def environment(self, more: Iterable[str] = ()) -> dict[str, Any]:
+        """For the manifest: what a loader checks. ``more``: flags that native programs need above the instruction set."""
         return {
             "torch": self.torch,
             "machine": self.machine,
             "isa": self.isa,
-            "cpu_flags": list(self.flags),
+            "cpu_flags": sorted({*self.flags, *more}),
             "compiler": self.compiler,
             "device": "cpu",
         }
@@ -98,7 +103,8 @@ def find(isa: str | None = None, here: frozenset[str] | None = None, compiler: s
     chosen = isa or able[0]
     words = [word.removeprefix("-m") for word in vectors(chosen).build_arch_flags().split() if word.startswith("-m")]
     flags = sorted({*ISAS[chosen].flags, *(_SPELLING.get(word, word) for word in words)})
-    return Toolchain(torch.__version__, f"{compiler} {version}", platform.machine(), chosen, tuple(flags))
+    name = f"{compiler} {version}"
+    return Toolchain(torch.__version__, name, platform.machine(), chosen, tuple(flags), here, isa is None)
 
 
 def vectors(isa: str) -> Any:

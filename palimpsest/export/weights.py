@@ -55,7 +55,10 @@ class WeightFile:
             os.posix_fallocate(self._file.fileno(), 0, max(1, len(header) + total))
         except OSError as error:
             self._file.close()
-            raise Unavailable(f"{path}: {error.strerror}; {len(header) + total:,} bytes are needed for the weights") from None
+            raise Unavailable(
+                f"{path}: {error.strerror}; {len(header) + total:,} bytes are needed for these weights, nothing was published, "
+                "free space or choose another folder"
+            ) from None
         self._map = mmap.mmap(self._file.fileno(), len(header) + total)
         self._map[: len(header)] = header
         raw = torch.frombuffer(self._map, dtype=torch.uint8)

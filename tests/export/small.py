@@ -48,7 +48,7 @@ class Planned:
 
     def tree(self) -> dict:
         """The manifest as the loader reads it; programs and files are placeholders."""
-        made = {name: manifest.Compiled("0" * 64, "0" * 64, 0) for name in self.built.functions}
+        made = {name: manifest.Compiled("0" * 64, "0" * 64, 0, self.built.engine(name)) for name in self.built.names}
         names = [f"weights/rank{rank}.safetensors" for rank in range(self.program.limits.ranks)]
         files = {name: {"sha256": "0" * 64, "bytes": 0} for name in names} | {
             manifest.program_file("0" * 64): {"sha256": "0" * 64, "bytes": 0}
@@ -68,10 +68,11 @@ def planned(
     tokens: int = 256,
     rows: int = 32,
     layer: int | None = None,
+    engine: str = "portable",
 ) -> Planned:
     geometry = recipes.geometry_from_config(config_of(PRESETS[preset]), preset)
     number = geometry.full_layers[0] if layer is None else layer
-    program = recipes.program(geometry, Limits(tokens, rows, ranks, 16), formats or Formats(), number)
+    program = recipes.program(geometry, Limits(tokens, rows, ranks, 16), formats or Formats(), number, engine=engine)
     return Planned(program, place(program, "on"), build(program), synthetic(3, recipes.tables(geometry)), geometry.hidden)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from palimpsest.core.errors import Unavailable
-from palimpsest.export.supervisor import Job, Supervisor
+from palimpsest.export.supervisor import GIVE_UP, Job, Supervisor
 
 
 def job(tmp_path: Path, name: str, code: str) -> Job:
@@ -47,6 +47,15 @@ def test_failure_names_the_job_and_its_last_words(tmp_path) -> None:
         Supervisor(1).run([bad])
 
 
+def test_a_job_that_gives_up_is_not_tried_again(tmp_path) -> None:
+    """A full disk stays full: its message is the answer, at once."""
+    events = []
+    full = job(tmp_path, "full", f"import sys; print('store: No space left; free space'); sys.exit({GIVE_UP})")
+    with pytest.raises(Unavailable, match=r"^compiling full: store: No space left; free space$"):
+        Supervisor(1, notify=events.append).run([full])
+    assert [e.kind for e in events] == ["started", "failed"]
+
+
 def test_late_job_and_its_grandchild_are_killed(tmp_path) -> None:
     code = (
         "import subprocess, sys, time, pathlib\n"
@@ -71,8 +80,8 @@ def test_grandchild_of_a_finished_job_is_killed(tmp_path) -> None:
 def test_workers_end_when_the_supervisor_is_killed(tmp_path) -> None:
     """The worker's own rule (its standard input closes), with a child in the same session."""
     worker = (
-        "import pathlib, subprocess, sys, time\nfrom palimpsest.export.worker import _leave_with_the_supervisor\n"
-        "_leave_with_the_supervisor()\n"
+        "import pathlib, subprocess, sys, time\nfrom palimpsest.export.worker import leave_with_the_supervisor\n"
+        "leave_with_the_supervisor()\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], stdin=subprocess.DEVNULL)\n"
         f"pathlib.Path({str(tmp_path)!r}, 'pids').write_text(f'{{__import__(\"os\").getpid()}} {{child.pid}}')\ntime.sleep(600)\n"
     )

@@ -76,6 +76,7 @@ FLAGS = {
         "--page",
         "--jobs",
         "--isa",
+        "--engine",
         "--store",
         "--timeout",
         "--json",

@@ -2,6 +2,7 @@
 errors.
 """
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import palimpsest_loader
 from palimpsest.ranks.local import run_local
 from palimpsest_loader import BadCore, CapacityError, CoreError, digest_of, load
 from palimpsest_loader.cli import main
+from palimpsest_loader.errors import WrongMachine
+from palimpsest_loader.manifest import read, seal
 from palimpsest_loader.weights import Weights
 
 PACKAGE = Path(palimpsest_loader.__file__).parent
@@ -47,6 +50,24 @@ def test_flipped_byte_and_missing_file_are_named(folder, name: str) -> None:
     path.unlink()
     with pytest.raises(BadCore, match="No such file"):
         load(folder, trust=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"torch": "1.0.0"}, r"torch 1\.0\.0"),
+        ({"machine": "m68k"}, "m68k"),
+        ({"isa": "avx1024", "cpu_flags": ["avx1024"]}, "avx1024"),
+    ],
+)
+def test_core_of_another_machine_is_refused_whole(folder, change, message: str) -> None:
+    """A sealed manifest, valid but for what it was made for: refused before any other file is opened."""
+    tree = read((folder / "manifest.json").read_bytes())
+    tree["environment"] |= change
+    (folder / "manifest.json").write_bytes(seal(tree))
+    shutil.rmtree(folder / "programs")
+    with pytest.raises(WrongMachine, match=message):
+        load(folder, digest_of(folder))
 
 
 def test_missing_weight_is_named(small, tmp_path) -> None:

@@ -28,7 +28,7 @@ def test_every_truncation_is_refused(tree) -> None:
             manifest.read(data[:length])
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_every_single_truncation_is_refused(tree) -> None:
     data = manifest.seal(tree)
     for length in range(len(data)):
