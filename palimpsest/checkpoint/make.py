@@ -32,6 +32,8 @@ _SUM_OF_FOUR = math.sqrt(4 * (65536**2 - 1) / 12)
 #: largest finite e4m3 value
 _E4M3_MAX = 448.0
 _HEADER_ALIGN = 8
+#: elements drawn at once
+_BATCH = 1 << 20
 MAX_MODEL_BYTES = 4 << 30
 
 
@@ -177,8 +179,11 @@ def _values(name: str, draw: Draw, seed: int) -> np.ndarray:
     count = math.prod(draw.shape)
     key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     bits = np.frombuffer(hashlib.shake_256(key).digest(8 * count), dtype="<u2").reshape(count, 4)
-    centred = bits.astype(np.int64).sum(axis=1) - 2 * 65_535
-    return (centred.astype(np.float64) * (draw.spread / _SUM_OF_FOUR) + draw.mean).reshape(draw.shape)
+    out = np.empty(count)
+    for start in range(0, count, _BATCH):
+        centred = bits[start : start + _BATCH].sum(axis=1, dtype=np.int64) - 2 * 65_535
+        out[start : start + _BATCH] = centred.astype(np.float64) * (draw.spread / _SUM_OF_FOUR) + draw.mean
+    return out.reshape(draw.shape)
 
 
 def _bf16(values: np.ndarray) -> np.ndarray:

@@ -40,11 +40,12 @@ class Shape:
     fp8: int = 0
 
 
-#: preset -> shape. tiny-k31 runs on 16 ranks and fits the small qualification profile, wide-k31 the wide one; micro has natural
-#: score ties
+#: preset -> shape. tiny-k31 runs on 16 ranks and fits the small qualification profile, wide-k31 the wide one; k31-pro-layer3 has
+#: the attention of Kimi K3.1-Pro's layer 3 at its real sizes, for the full one, and little else; micro has natural score ties
 PRESETS = {
     "tiny-k31": Shape("kimi_k31", "LLLFF", heads=16, index_heads=4, topk=128, context=1 << 20),
     "wide-k31": Shape("kimi_k31", "LLLF", heads=4, index_heads=4, topk=2048, context=1 << 20),
+    "k31-pro-layer3": Shape("kimi_k31", "LLLF", hidden=7168, heads=96, q_lora=1536, nope=128, v=128, topk=2048, context=1 << 20),
     "tiny-dsv32": Shape("deepseek_v32", "FFF", context=163_840),
     "tiny-dsv32-fp8": Shape("deepseek_v32", "FFF", context=163_840, fp8=128),
     "tiny-glm": Shape("glm_moe_dsa", "FFSF", context=202_752),

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from palimpsest.prove.qualify import Progress
-
 NAME = "qualify"
 HELP = "prove on a checkpoint layer, across ranks, that the planned reuse of memory changes no byte"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="DIR", nargs="?", help="checkpoint folder (default: a tiny one, made and removed)")
+    parser.add_argument(
+        "model", metavar="DIR", nargs="?",
+        help="checkpoint folder, or a prepared core (default: a tiny checkpoint, made and removed; full profile: Kimi K3.1-Pro's "
+            "layer 3 with synthetic weights)",
+    )  # fmt: skip
     parser.add_argument("--layer", type=int, metavar="N", help="0-based layer (default: the first one that runs an indexer)")
     parser.add_argument("--ranks", type=int, metavar="N", help="rank processes (default: the profile's; 4 without DIR)")
     parser.add_argument(
@@ -23,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "ranks, slow (default: small)"),
     )  # fmt: skip
     parser.add_argument("--seed", type=int, metavar="N", help="seed of all inputs (default: a fixed one)")
-    parser.add_argument("--engine", default="portable", metavar="E", help="kernels to qualify (default: portable)")
+    parser.add_argument(
+        "--engine", metavar="E", help="kernels to qualify (default: portable; full profile: the fastest that runs here)"
+    )
     parser.add_argument(
         "--kernel", action="append", default=[], metavar="OP=M:F",
         help=("qualify function F of Python module M in place of our kernel for OP; imports M, from this "
@@ -83,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
         ready(Path(args.html))
     with _Shown() as progress:
-        outcome = qualify(request, progress)
+        outcome = qualify(request, progress, progress.compiling)
     if args.html:
         print(f"report: {write_report(outcome.folder, Path(args.html))}", file=sys.stderr)
     if args.json:
@@ -160,7 +164,7 @@ def _cache(environment: dict[str, str]) -> "Path":
 class _Shown:
     """Progress on stderr: a line that moves on a terminal, one line a case elsewhere."""
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "_Shown":
         from rich.console import Console
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -178,13 +182,17 @@ class _Shown:
         self._done: set[tuple[str, str]] = set()
         if self._live:
             self._bar.start()
-        return self._event
+        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._live:
             self._bar.stop()
 
-    def _event(self, rank: int, event: Any) -> None:
+    def compiling(self, done: int, total: int, what: str) -> None:
+        """Kernels are compiled before ranks start: seconds the first time."""
+        self._bar.update(self._task, description=f"compiling {what} ({done + 1}/{total})" if what else "starting ranks")
+
+    def __call__(self, rank: int, event: Any) -> None:
         key = event["arrangement"], event["case"]
         text = f"{event['case']} {event['arrangement']} {event['phase']}"
         if event.get("replays", 1) > 1:

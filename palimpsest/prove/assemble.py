@@ -77,7 +77,7 @@ def assemble(
         "sparse": {"layers": [setup.job.layer], "rows_selecting": selecting},
         "bytes": _bytes(setup),
         "lint": {"files": ranks[0]["lint_files"] if ranks else 0},
-        "elapsed_ns": {"total": elapsed_ns} | {c.id: _elapsed(ranks, c.id) for c in setup.cases},
+        "elapsed_ns": {"total": elapsed_ns} | {c.id: _elapsed(ranks, c.id) for c in setup.cases} | _phases(ranks),
         "exit": 0 if gates == "PASS" else 1,
         "gates_verdict": gates,
         "verdict": verdict,
@@ -194,6 +194,13 @@ def _case(setup: Setup, case: Case, flags: list[Tree], ranks: list[Tree]) -> Tre
 def _elapsed(ranks: list[Tree], case: str) -> int:
     """Longest time of one rank in a case, both arrangements."""
     return max((sum(stop - start for start, stop in r["times"].get(case, {}).values()) for r in ranks), default=0)
+
+
+def _phases(ranks: list[Tree]) -> dict[str, int]:
+    """Longest time of one rank in each phase: ``prepare``, ``C03 fill``, ``C03 replay``, ``C03 judge``, ..., ``lock``, ``probe``,
+    ``soak``, ``seal``."""
+    names = {name for r in ranks for name in r["phases"]}
+    return {name: max(r["phases"].get(name, 0) for r in ranks) for name in sorted(names)}
 
 
 def _allocation(setup: Setup, ranks: list[Tree]) -> Tree:

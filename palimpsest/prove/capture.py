@@ -8,6 +8,7 @@ and reads planned bytes only.
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from numpy.typing import NDArray
 
 from palimpsest.core.spec import Step
 from palimpsest.kernels.call import Call, Chunk
+from palimpsest.prove.latents import LatentFile
 from palimpsest.prove.peers import Caches
 from palimpsest.prove.scores import Block, RowScores, ScoreLog
+from palimpsest.prove.spill import Spill
 from palimpsest.prove.writeset import Active, Span, WriteSet
 from palimpsest.run.arena import Arena
 from palimpsest.run.execute import Session
@@ -95,12 +98,12 @@ class Observation:
     kept_bytes: int = 0
     early_bytes: int = 0
     tail_rows_kept: bool = True
-    latent_ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     latents: Bytes = field(default_factory=lambda: np.empty((0, 0), np.uint8))
+    latents_digest: bytes = b""
 
     def records(self, ids: NDArray[np.integer]) -> Bytes:
-        """Latent records of selected ids, from the private gather: u8 [n, record]."""
-        return self.latents[np.searchsorted(self.latent_ids, ids)]
+        """Latent records of visible ids, past the transport: u8 [n, record]."""
+        return self.latents[ids]
 
     @property
     def visible(self) -> int:
@@ -115,6 +118,18 @@ class Observation:
 Plant = Callable[[str, Arena], None]
 
 
+@dataclass(frozen=True)
+class Room:
+    """Where the copies of one replay go.
+
+    latents: the file of all ranks' latent records; partial: the file of this rank's partial output; spill: the rest
+    """
+
+    latents: LatentFile
+    partial: Path
+    spill: Spill
+
+
 class Watch:
     """Hooks of one replay on one rank; ``observation`` is complete after ``finish``.
 
@@ -122,6 +137,7 @@ class Watch:
     plant:  writes the case's planted bytes after the step that would have produced them
     block:  judges finished blocks of score rows
     alone:  this rank has the process for itself, so that heap counters are its own
+    room:   where the copies go
     selected: called when the selection step is over; allocating: steps that may take memory (foreign kernels)
     """
 
@@ -135,12 +151,14 @@ class Watch:
         plant: Plant,
         block: Block,
         alone: bool,
+        room: Room,
         selected: Callable[[], None] | None = None,
         allocating: frozenset[str] = frozenset(),
     ):
         self.selected, self.allocating = selected, allocating | {"index_select"}
         self.session, self.arena, self.caches, self.log = session, session.arena, caches, log
         self.observation, self.plant, self.alone = observation, plant, alone
+        self.latents, self.partial, self.spill = room.latents, room.partial, room.spill
         self.facts = dict(session.program.facts)
         self._heap: tuple[int, int] | None = None
         log.start(block)
@@ -161,7 +179,7 @@ class Watch:
         o.pages_before = self._pages()
         o.touched = {name: self._appended(name) for name in ("index_cache", "latent_cache")}
         self._ids_before = self._written_digest()
-        o.copies["output_before"] = raw_of(self.arena, "output").copy()
+        o.copies["output_before"] = self.spill.copy(raw_of(self.arena, "output"))
 
     def _pages(self) -> dict[str, NDArray[np.uint64]]:
         limits = self.session.program.limits
@@ -170,7 +188,7 @@ class Watch:
         }
 
     def _written_digest(self) -> bytes:
-        return whole_digest(np.concatenate([raw(self.arena.view(name)) for name in ("ids", "counts", "output")]))
+        return b"".join(whole_digest(raw(self.arena.view(name))) for name in ("ids", "counts", "output"))
 
     def before(self, step: Step, call: Call, chunk: Chunk) -> None:
         if step.name == "gather_latent":
@@ -193,6 +211,7 @@ class Watch:
             self._keep_rows("head_weights", o.own)
         elif step.name == "index_select":
             o.scores, o.complaints = dict(self.log.rows), list(self.log.complaints)
+            self.log.close()
             self._keep("local_ids", "local_counts")
             if self.selected is not None:
                 self.selected()
@@ -202,7 +221,8 @@ class Watch:
             self._keep_rows("query", o.rows)
             self._keep_rows("context", o.rows)
         elif step.name == "project_output":
-            self._keep_rows("partial", o.rows)
+            made = raw(self.arena.view("partial")[: o.rows]).reshape(o.rows, -1) if o.rows else np.empty((0, 0), np.uint8)
+            o.copies["partial"] = self.spill.named(self.partial, made)
         elif step.name == "reduce_output":
             o.tail_rows_kept = whole_digest(raw(self.arena.view("output")[chunk.rows :])) == self._idle_rows
 
@@ -224,18 +244,16 @@ class Watch:
 
     def _keep(self, *names: str) -> None:
         for name in names:
-            self.observation.copies[name] = raw_of(self.arena, name).copy()
+            self.observation.copies[name] = self.spill.copy(raw_of(self.arena, name))
 
     def _keep_rows(self, name: str, rows: int) -> None:
         view = self.arena.view(name)
-        self.observation.copies[name] = raw(view[:rows]).reshape(rows, -1).copy() if rows else np.empty((0, 0), np.uint8)
+        kept = self.spill.copy(raw(view[:rows]).reshape(rows, -1)) if rows else np.empty((0, 0), np.uint8)
+        self.observation.copies[name] = kept
 
     def _gather(self) -> None:
-        """Selected latent records from the persistent caches of all ranks, before any rank can go on to another replay."""
-        o = self.observation
-        ids = np.unique(self.observation.copies["ids"].view(np.int32))
-        o.latent_ids = ids[(ids >= 0) & (ids < o.visible)].astype(np.int64)
-        o.latents = self.caches.latents(o.latent_ids, self.arena.view("latent_history").shape[1])
+        """This rank's latent records from its persistent cache, before any rank can go on to another replay."""
+        self.latents.write(self.session.comm.rank, self.arena.view("latent_cache").numpy(), self.observation.visible)
 
     def _at_barrier(self) -> None:
         """All readers of the index history are done and the latent history is not there yet."""

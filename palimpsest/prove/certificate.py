@@ -25,6 +25,8 @@ _MEMBER: dict[str, type] = {"id": int, "mantissa": int, "exponent": int, "sha256
 _ROUNDING = {"head": int, "score": int, "dot": int}
 #: bounds of what a stranger's certificate makes the checker compute: heads, dims and powers of two; and unit roundoffs
 _MOST, _MOST_ROUNDING = 4096, 256
+#: the exponent of fp64's unit roundoff
+_FP64 = -53
 
 
 def _float_units(bits: int) -> int:
@@ -103,7 +105,9 @@ class _Row:
         """How far a deployed score may lie from s*, by the rounding exponents of the certificate (bounds.py derives the
         formula)."""
         head, stored = Fraction(2) ** self.rounding["head"], Fraction(2) ** self.rounding["score"]
-        drift = Fraction(0) if self.format == "fp8" else ((1 + Fraction(2) ** self.rounding["dot"]) ** self.dim - 1) * spread
+        # dots of e4m3 records are exact in fp64, and only there
+        exact = self.format == "fp8" and self.rounding["dot"] <= _FP64
+        drift = Fraction(0) if exact else ((1 + Fraction(2) ** self.rounding["dot"]) ** self.dim - 1) * spread
         inner = drift + ((1 + head) ** (self.heads + 1) - 1) * (mass + drift)
         return inner + stored * (abs(score) + inner) + Fraction(1, 1 << 150)
 

@@ -78,7 +78,9 @@ class CertifiedJudge(Judge):
             fault = self._prove(o, row, moved, cutoff, between=("rule", "alias"))
         cell.check(not fault, 1, f"{where}: {fault}", n * (self.facts.dim + 4))
         if row in self.plan.lattice:
-            self._count_lattice(row, picked, found.value)
+            counted = self._tie_count(row, picked, found.value)
+            if counted is not None:
+                self._count_ties(counted)
         if self.plan.base_ids is not None:
             self._between(o, row, ties.difference(self.plan.base_ids[slot], ids[slot]), cutoff)
 

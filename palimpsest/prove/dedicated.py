@@ -20,6 +20,8 @@ from palimpsest.prove.phase_lock import NOTE, FaultNote, PhaseLock
 from palimpsest.prove.probes import Probe
 from palimpsest.prove.rank_setup import Setup
 from palimpsest.prove.shadow import Shadow, reads_of
+from palimpsest.prove.spill import Spill
+from palimpsest.prove.turns import InTurn, turns_of
 from palimpsest.ranks.comm import Comm
 from palimpsest.run.execute import Hooks, Session
 
@@ -94,6 +96,7 @@ class Dedicated:
     def __init__(self, setup: Setup, session: Session, comm: Comm, sheet: Sheet, *, allocating: bool = False):
         self.setup, self.session, self.comm, self.sheet, self.rank = setup, session, comm, sheet, comm.rank
         self.allocating = allocating
+        self.spill, self.turns = Spill(Path(setup.job.workdir)), turns_of(setup, comm)
         table = cases(setup.profile, setup.geometry.indexer.topk, records_of(setup.geometry, setup.job.formats))
         self.table: dict[str, Case] = {case.id: case for case in table}
 
@@ -114,7 +117,7 @@ class Dedicated:
     # -- S7 under the lock, S8
 
     def _locked(self) -> None:
-        lock, shadow = PhaseLock.of(self.session), Shadow.of(self.session.arena, self.rank)
+        lock, shadow = PhaseLock.of(self.session), Shadow.of(self.session.arena, self.rank, self.spill)
         reusable = frozenset(p.buffer for p in self.session.plan.places if p.kind == "reusable")
         expected = reads_of(self.session.program, reusable)
         s7, s8 = self.sheet.cell("S7"), self.sheet.cell("S8")
@@ -125,9 +128,10 @@ class Dedicated:
             self.sheet.expect("S8", expected)
             shadow.begin(epoch)
             lock.closed.clear()
-            hidden = self._hidden(case, step)
+            with self.turns.turn():
+                hidden = self._hidden(case, step)
             with lock, self._noted(lock):
-                self.session.prefill(hidden, step.history, hooks=Chain(lock, shadow))
+                self.session.prefill(hidden, step.history, hooks=InTurn(Chain(lock, shadow), self.turns))
                 # nobody else may still be reading through a mapping that opens again
                 self.comm.barrier(f"locked {name}")
             for (view, where), closed in lock.closed.items():
@@ -160,10 +164,13 @@ class Dedicated:
                 "INCONCLUSIVE",
             )
             return
-        plant(self.session, probe, self.rank, 0, step.history)
+        with self.turns.turn():
+            plant(self.session, probe, self.rank, 0, step.history)
         self.comm.barrier("probe planted")
         hooks = ProbeHooks(self.session, probe, self.rank, step, audited)
-        self.session.prefill(self._hidden(case, step), step.history, hooks=hooks)
+        with self.turns.turn():
+            hidden = self._hidden(case, step)
+        self.session.prefill(hidden, step.history, hooks=InTurn(hooks, self.turns))
         for row in audited:
             bad = probe.faults(row, hooks.ids[row], hooks.context[row])
             text = f"probe {PROBED} row {row}: {bad} of {features} coordinates are not what its {len(hooks.ids[row])} ids give"

@@ -46,6 +46,11 @@ class Density:
             self.members += equal
             self.needed += m - above
 
+    def join(self, other: "Density") -> None:
+        """Add another's counts."""
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
     def neighbours(self, earlier: NDArray[np.int32], later: NDArray[np.int32]) -> None:
         """Two neighbouring rows' ids."""
         self.pairs += 1

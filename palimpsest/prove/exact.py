@@ -164,7 +164,7 @@ class Filtered:
     value:  [n], heads added in ascending order with separate multiplications and additions
     error:  [n], |value - s*| <= error; 0 where the fp64 arithmetic was exact
     mass:   [n], scale * sum |w| relu(dot), an upper bound of it up to fp64 rounding
-    spread: [n], scale * sum |w| sum_j |q k| likewise, or None when dots are exact (fp8)
+    spread: [n], scale * sum |w| sum_j |q k| likewise, or None when dots are exact (fp8) and nobody asked
     """
 
     value: NDArray[np.float64]
@@ -182,8 +182,11 @@ def _odd_part(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
     return (whole >> shift).astype(np.float64), np.where(whole, exponent - 24 + shift, 0).astype(np.int64)
 
 
-def filtered_scores(row: IndexRow, keys: NDArray[np.float64], scales: NDArray[np.float32] | None) -> Filtered:
-    """fp64 scores of ``keys`` [n, dim] with a rigorous error each.
+def filtered_scores(
+    row: IndexRow, keys: NDArray[np.float64], scales: NDArray[np.float32] | None, *, spread: bool = False
+) -> Filtered:
+    """fp64 scores of ``keys`` [n, dim] with a rigorous error each. ``spread`` asks for the spread of fp8 records as well, which
+    engines whose dots round need.
 
     Error: a term meets one rounding in ``w * relu``, at most heads - 1 in the sum and one in ``* scale``, so with exact dots
     |value - s*| <= ((1+u)**(heads+1) - 1) mass < (heads+2) u mass; computing mass itself loses at most the same share again,
@@ -208,9 +211,15 @@ def filtered_scores(row: IndexRow, keys: NDArray[np.float64], scales: NDArray[np
         low = exp_w[odd_w > 0].min(initial=0) if np.any(odd_w) else 0
         whole = np.ldexp(bare, 18 - int(low)) * np.maximum(_odd_part(sigma)[0], 1)
         error = np.where(whole <= 2**52, 0, (heads + 3) * U64 * mass)
-        return Filtered(value, error, mass, None)
-    spread = (np.abs(weights) @ (np.abs(row.query) @ np.abs(keys).T)) * np.abs(sigma)
-    return Filtered(value, (heads + 3) * U64 * mass + (dim + heads + 4) * U64 * spread, mass, spread)
+        return Filtered(value, error, mass, _spread(row, keys, weights, sigma) if spread else None)
+    wide = _spread(row, keys, weights, sigma)
+    return Filtered(value, (heads + 3) * U64 * mass + (dim + heads + 4) * U64 * wide, mass, wide)
+
+
+def _spread(
+    row: IndexRow, keys: NDArray[np.float64], weights: NDArray[np.float64], sigma: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    return np.asarray((np.abs(weights) @ (np.abs(row.query) @ np.abs(keys).T)) * np.abs(sigma))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def oracle_b(sheet: Sheet, o: Observation, f: OutputFacts, rows: tuple[int, ...]
         features = f.heads * f.layout.kv_lora
         if "O3" not in sheet.cells:  # a foreign attention's order is unknown: no enclosure, no power
             continue
-        if not len(mine) or (mine < 0).any() or not np.isin(mine, o.latent_ids).all():
+        if not len(mine) or (mine < 0).any() or (mine >= o.visible).any():
             sheet.cell("O3").fail(features, f"{where} row {row}: the emitted ids cannot be looked up, see K1")
             sheet.cell("O5").fail(1, f"{where} row {row}: the emitted ids cannot be looked up, see K1")
             continue
@@ -49,7 +49,7 @@ def _row(sheet: Sheet, o: Observation, f: OutputFacts, row: int, ids: np.ndarray
     inside = check_inside(context, enclosure)
     text = f"{where} row {row}: {inside.faults} of {inside.checked} coordinates outside the enclosure, first {inside.first}"
     sheet.cell("O3").check(not inside.faults, inside.checked, text, records.nbytes)
-    rest = np.setdiff1d(o.latent_ids, ids)
+    rest = np.setdiff1d(np.arange(o.visible), ids)
     rng = generator(seed, "substitutions", row, len(ids))
     others = rest[rng.integers(0, len(rest), SUBSTITUTIONS)] if len(rest) else rest
     counts = {"tried": 0, "O2": 0, "O3": 0}

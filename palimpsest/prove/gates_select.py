@@ -2,8 +2,11 @@
 
 A Judge follows one replay of one arrangement. It sees every row's ranked scores once, while the block that holds them exists,
 and recomputes scores of audited and of lattice rows from the persistent caches of all ranks, which it reads past the transport.
+What it says of a row is a function of bytes: those of the ranked scores, the ids, the query and the index records. A row whose
+bytes were all judged before, in another replay or the other arrangement, is recognised by their digest and counted again.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +15,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palimpsest.prove import ties
-from palimpsest.prove.bounds import Arithmetic, score_error
+from palimpsest.prove.bounds import Arithmetic, exact_dots, score_error
 from palimpsest.prove.capture import Observation
 from palimpsest.prove.density import Density
-from palimpsest.prove.exact import Cutoff, Exact, Filtered, IndexRow, decode_keys, exact_cutoff, filtered_scores, refiner
+from palimpsest.prove.exact import (
+    Cutoff,
+    Exact,
+    Filtered,
+    IndexRow,
+    decode_keys,
+    exact_cutoff,
+    filtered_scores,
+    refiner,
+)
 from palimpsest.prove.expect import TIE_CONDITIONS
 from palimpsest.prove.gates import Sheet
+from palimpsest.prove.lattice import Lattice
 from palimpsest.prove.peers import Caches
+from palimpsest.prove.scores import RowScores
 
 #: tokens whose keys are decoded at once; a multiple of any page
 CHUNK = 1 << 14
@@ -88,10 +102,41 @@ class Plan:
     base_ids: NDArray[np.int32] | None = None
 
 
+@dataclass(frozen=True)
+class TieCount:
+    """What a lattice row showed: a tie at the cutoff (sides of the alias end and shards it spans), only zeros, planted ids."""
+
+    tied: bool = False
+    sides: int = 0
+    shards: int = 0
+    zero: bool = False
+    seen: frozenset[int] = frozenset()
+    missed: frozenset[int] = frozenset()
+
+
+@dataclass
+class Verdict:
+    """What was found of one row: the first fault of each gate that looked (None: it did not), and what they counted.
+
+    off: K3's largest |ranked - exact| / allowed
+    """
+
+    valid: str = ""
+    lattice: str | None = None
+    truth: str | None = None
+    off: float = 0.0
+    ties: TieCount | None = None
+    density: Density = field(default_factory=Density)
+
+    @property
+    def good(self) -> bool:
+        return not (self.valid or self.lattice or self.truth)
+
+
 class Judge:
     """Judges the blocks of one replay. ``certificates`` collects what K4 had to prove.
 
-    gate: the one that says each set is right
+    gate: the one that says each set is right; known: digest of a row's bytes -> what was found of them, shared by all replays
     """
 
     gate = "K2"
@@ -106,7 +151,9 @@ class Judge:
         counters: Counters,
         ids: Callable[[], tuple[Any, Any]],
         caches: Caches,
+        known: dict[bytes, Verdict],
     ):
+        self.known, self._records = known, b""
         self.sheet, self.facts, self.plan, self.where, self.counters, self.caches = sheet, facts, plan, where, counters, caches
         self._ids = ids
         self.observation: Observation | None = None
@@ -114,27 +161,89 @@ class Judge:
         self.judged: dict[int, NDArray[np.int32]] = {}
         self.density = Density()
 
-    def block(self, first: int, scores: list[NDArray[np.float32]]) -> None:
+    def block(self, first: int, scores: list[NDArray[np.float32]], rows: list[RowScores]) -> None:
         """Rows first, first + 1, ... with their visible scores, at the moment their ids are written."""
         assert self.observation is not None
         ids, counts = self._ids()
-        exact = self._exact(first, scores)
-        for at, ranked in enumerate(scores):
-            row = first + at
+        picked, keys = {}, {}
+        for row, kept in enumerate(rows, first):
             slot = row - self.observation.first_row
-            count = int(np.clip(counts[slot], 0, self.facts.topk))
-            picked = ids[slot, :count]
-            self.judged[row] = picked.copy()
-            self._valid(row, picked, ranked)
-            self.density.add(picked, ranked)
+            picked[row] = ids[slot, : int(np.clip(counts[slot], 0, self.facts.topk))].copy()
+            keys[row] = self._key(row, picked[row], kept)
+        fresh = self._fresh(first, scores, {row: picked[row] for row, key in keys.items() if key not in self.known})
+        for row, ranked in enumerate(scores, first):
+            self.judged[row] = picked[row]
             if row - 1 in self.judged:
-                self.density.neighbours(self.judged[row - 1], picked)
-            if row in self.plan.audited:
-                self._truth(row, picked, ranked, exact[row])
-            if row in self.plan.lattice:
-                self._count_lattice(row, picked, ranked)
+                self.density.neighbours(self.judged[row - 1], picked[row])
+            found = fresh[row] if row in fresh else self.known[keys[row]]
+            if found.good:
+                self.known[keys[row]] = found
+            self._count(row, found, ranked)
             if self.plan.base_ids is not None:
+                slot = row - self.observation.first_row
                 self._compare(row, self.plan.base_ids[slot], ids[slot], ranked)
+
+    def _key(self, row: int, picked: NDArray[np.int32], kept: RowScores) -> bytes:
+        """A digest of everything that the judgement of a row depends on."""
+        o, plan = self.observation, self.plan
+        assert o is not None
+        slot, made = row - o.first_row, hashlib.blake2b(digest_size=16)
+        for part in (kept.digest, self._index_digest()):
+            made.update(part)
+        for array in (picked, o.copies["index_query"][slot], o.copies["head_weights"][slot]):
+            made.update(array.data)
+        asked = (kept.count, len(picked), row in plan.audited, row in plan.lattice, row == plan.zero_row, plan.planted)
+        made.update(repr(asked).encode())
+        return made.digest()
+
+    def _index_digest(self) -> bytes:
+        """A digest of the visible index records in the persistent caches, which no step of the replay changes any more."""
+        if not self._records:
+            o, f, made = self.observation, self.facts, hashlib.blake2b(digest_size=16)
+            assert o is not None
+            for _, _, pages in self.caches.shards("index_cache", o.visible, f.dim + 4 if f.format == "fp8" else 4 * f.dim):
+                made.update(pages.data)
+            self._records = made.digest()
+        return self._records
+
+    def _fresh(self, first: int, scores: list[NDArray[np.float32]], rows: dict[int, NDArray[np.int32]]) -> dict[int, Verdict]:
+        """Judge rows that were not judged before; their selected ids are given."""
+        out = {}
+        audited, lattice = self._exact(first, scores, set(rows))
+        for row, picked in rows.items():
+            ranked = scores[row - first]
+            found = out[row] = Verdict("; ".join(ties.validity_faults(picked, ranked, self.facts.topk)))
+            found.density.add(picked, ranked)
+            found.lattice = lattice.get(row)
+            if row in audited:
+                found.truth, found.off = self._truth(row, picked, ranked, audited[row])
+            if row in self.plan.lattice:
+                found.ties = self._tie_count(row, picked, ranked)
+        return out
+
+    def _count(self, row: int, found: Verdict, ranked: NDArray[np.float32]) -> None:
+        """Enter what was found of a row into the cells and counters."""
+        where, n, f = f"{self.where} row {row}", len(ranked), self.facts
+        self.sheet.cell("K2").check(not found.valid, 1, f"{where}: {found.valid}", ranked.nbytes)
+        self.density.join(found.density)
+        if found.lattice is not None:
+            self.sheet.cell("K5").check(not found.lattice, 1, f"{where}: {found.lattice}", ranked.nbytes)
+        if found.truth is not None:
+            cell = self.sheet.cell("K3")
+            cell.check(not found.truth, n, f"{where}: {found.truth}", n * (f.dim + 4))
+            if not found.truth:
+                cell.extreme(found.off)
+        if found.ties is not None:
+            self._count_ties(found.ties)
+
+    def _count_ties(self, found: TieCount) -> None:
+        """For K6 and V3."""
+        c = self.counters
+        c.tie_rows += found.tied
+        c.sides, c.shards = max(c.sides, found.sides), max(c.shards, found.shards)
+        c.zero_rows += found.zero
+        c.seen |= found.seen
+        c.missed |= found.missed
 
     def _row(self, row: int) -> IndexRow:
         o, f = self.observation, self.facts
@@ -143,36 +252,35 @@ class Judge:
         query = o.copies["index_query"][slot].reshape(f.heads, -1)
         return IndexRow.from_bytes(query, o.copies["head_weights"][slot].view("<f4"), f.format)
 
-    def _valid(self, row: int, picked: NDArray[np.int32], ranked: NDArray[np.float32]) -> None:
-        faults = ties.validity_faults(picked, ranked, self.facts.topk)
-        self.sheet.cell("K2").check(not faults, 1, f"{self.where} row {row}: {'; '.join(faults)}", ranked.nbytes)
-
-    def _exact(self, first: int, scores: list[NDArray[np.float32]]) -> dict[int, Filtered]:
-        """Filtered exact scores of the audited rows; lattice rows are compared chunk by chunk and not kept."""
-        wanted = [first + at for at in range(len(scores)) if first + at in self.plan.audited | self.plan.lattice]
-        if not wanted:
-            return {}
-        rows = {row: self._row(row) for row in wanted}
-        parts: dict[int, list[Filtered]] = {row: [] for row in wanted}
-        wrong: dict[int, str] = {}
-        for start in range(0, max(len(scores[row - first]) for row in wanted), CHUNK):
-            longest = max(len(scores[row - first]) for row in wanted)
+    def _exact(self, first: int, scores: list[NDArray[np.float32]], rows: set[int]) -> tuple[dict[int, Filtered], dict[int, str]]:
+        """Of ``rows``: filtered exact scores of the audited ones; what is wrong with the ranked scores of the lattice ones."""
+        audited, lattice = sorted(rows & self.plan.audited), sorted(rows & self.plan.lattice)
+        parts: dict[int, list[Filtered]] = {row: [] for row in audited}
+        if not audited and not lattice:
+            return {}, {}
+        asked, whole = {row: self._row(row) for row in {*audited, *lattice}}, Lattice.of([self._row(row) for row in lattice])
+        wrong = dict.fromkeys(lattice, "")
+        longest = max(len(scores[row - first]) for row in asked)
+        for start in range(0, longest, CHUNK):
             values, scales = self.caches.index(start, min(start + CHUNK, longest), self.facts.dim, self.facts.format == "fp8")
-            keys = decode_keys(values, self.facts.format)
-            for row in wanted:
-                ranked = scores[row - first][start : start + len(keys)]
+            known = whole.scores(values, scales) if whole is not None and not any(wrong.values()) else None
+            keys = decode_keys(values, self.facts.format) if known is None or audited else None
+            for row, index_row in asked.items():
+                ranked = scores[row - first][start : start + len(values)]
                 if not len(ranked):
                     continue
-                found = filtered_scores(rows[row], keys[: len(ranked)], None if scales is None else scales[: len(ranked)])
-                if row in self.plan.lattice and row not in wrong:
-                    fault = _lattice_fault(found, ranked, start)
-                    wrong |= {row: fault} if fault else {}
-                if row in self.plan.audited:
+                if row in wrong and known is not None:
+                    wrong[row] = wrong[row] or _difference(known[lattice.index(row), : len(ranked)], ranked, start)
+                if row not in parts and known is not None:
+                    continue
+                assert keys is not None
+                seen = None if scales is None else scales[: len(ranked)]
+                found = filtered_scores(index_row, keys[: len(ranked)], seen, spread=self._spread)
+                if row in wrong and known is None:
+                    wrong[row] = wrong[row] or _lattice_fault(found, ranked, start)
+                if row in parts:
                     parts[row].append(found)
-        for row in sorted(self.plan.lattice & set(wanted)):
-            fault = wrong.get(row, "")
-            self.sheet.cell("K5").check(not fault, 1, f"{self.where} row {row}: {fault}", scores[row - first].nbytes)
-        return {row: joined(found) for row, found in parts.items() if found}
+        return {row: joined(found) for row, found in parts.items() if found}, wrong
 
     def _cutoff(self, row: int, found: Filtered) -> Cutoff:
         """The exact cutoff of a row, from its filtered scores and, where they do not decide, from integers over the persistent
@@ -198,13 +306,14 @@ class Judge:
         values, scales = self._read_index(np.asarray([id], np.int64))
         return values[0].tobytes() + (b"" if scales is None else scales.astype("<f4").tobytes())
 
-    def _truth(self, row: int, picked: NDArray[np.int32], ranked: NDArray[np.float32], found: Filtered) -> None:
-        """K3 of one row: every score within its derived error, every id decided by that error on the right side."""
-        cell, n, f = self.sheet.cell("K3"), len(ranked), self.facts
-        where = f"{self.where} row {row}"
+    def _truth(self, row: int, picked: NDArray[np.int32], ranked: NDArray[np.float32], found: Filtered) -> tuple[str, float]:
+        """K3 of one row: every score within its derived error, every id decided by that error on the right side.
+
+        Returns the first fault, and how much of its allowance the worst score uses.
+        """
+        f = self.facts
         if not (np.isfinite(ranked).all() and np.isfinite(found.value).all()):
-            cell.fail(n, f"{where}: scores that are not finite")
-            return
+            return "scores that are not finite", 0.0
         allowed = (
             score_error(f.model, value=found.value, mass=found.mass, spread=found.spread, heads=f.heads, dim=f.dim) + found.error
         )
@@ -212,34 +321,30 @@ class Judge:
         bad = np.flatnonzero(off > allowed)
         if len(bad):
             i = int(bad[0])
-            cell.fail(
-                n,
-                f"{where}: id {i} was ranked at {float(ranked[i]).hex()}, its bytes give "
-                f"{float(found.value[i]).hex()} +- {float(allowed[i]).hex()}",
-            )
-            return
-        cell.extreme(float(np.max(off / np.maximum(allowed, np.finfo(np.float64).tiny))))
-        cutoff = self._cutoff(row, found)
-        fault = _side_fault(picked, found, allowed, cutoff)
-        cell.check(not fault, n, f"{where}: {fault}", n * (f.dim + 4))
+            return (
+                f"id {i} was ranked at {float(ranked[i]).hex()}, its bytes give "
+                f"{float(found.value[i]).hex()} +- {float(allowed[i]).hex()}"
+            ), 0.0
+        worst = float(np.max(off / np.maximum(allowed, np.finfo(np.float64).tiny)))
+        return _side_fault(picked, found, allowed, self._cutoff(row, found)), worst
 
-    def _count_lattice(self, row: int, picked: NDArray[np.int32], ranked: NDArray[np.floating]) -> None:
-        """Ties, all-zero rows and planted records of one lattice row, for K6 and V3."""
-        n, c = len(ranked), self.counters
+    def _tie_count(self, row: int, picked: NDArray[np.int32], ranked: NDArray[np.floating]) -> TieCount | None:
+        """Ties, all-zero rows and planted records of one lattice row; None when a score is not finite."""
+        n = len(ranked)
         if not np.isfinite(ranked).all():
-            return
+            return None
         values = ranked.astype(np.float64)
         cutoff = exact_cutoff(values, np.zeros(n), min(self.facts.topk, n), _no_refinement)
         found = ties.tie_presence(cutoff, alias_end=self.facts.alias_end, page=self.facts.page, ranks=self.facts.ranks)
-        if found.tied:
-            c.tie_rows += 1
-            c.sides, c.shards = max(c.sides, found.sides), max(c.shards, found.shards)
-        if n > self.facts.topk and not values.any():
-            c.zero_rows += 1
-        if row != self.plan.zero_row:
-            visible = {i for i in self.plan.planted if i < n}
-            c.seen |= visible
-            c.missed |= visible - set(picked.tolist())
+        visible = frozenset(i for i in self.plan.planted if i < n) if row != self.plan.zero_row else frozenset()
+        return TieCount(
+            tied=found.tied,
+            sides=found.sides if found.tied else 0,
+            shards=found.shards if found.tied else 0,
+            zero=n > self.facts.topk and not values.any(),
+            seen=visible,
+            missed=visible - set(picked.tolist()),
+        )
 
     def _compare(self, row: int, base: NDArray[np.int32], alias: NDArray[np.int32], ranked: NDArray[np.float32]) -> None:
         """K4 of one row: nothing differs, or every differing id is an exact tie, with a certificate."""
@@ -252,7 +357,7 @@ class Judge:
         start, pieces = 0, []
         while start < len(ranked):
             values, scales = self.caches.index(start, min(start + CHUNK, len(ranked)), f.dim, f.format == "fp8")
-            pieces.append(filtered_scores(self._row(row), decode_keys(values, f.format), scales))
+            pieces.append(filtered_scores(self._row(row), decode_keys(values, f.format), scales, spread=self._spread))
             start += CHUNK
         slot = row - o.first_row
         tie_row = ties.TieRow(
@@ -278,6 +383,11 @@ class Judge:
         cell.check(not faults, 1, f"{self.where} row {row}: {'; '.join(faults[:3])}", base.nbytes)
 
     @property
+    def _spread(self) -> bool:
+        """Whether the engine's dots round, so that its error depends on their spread."""
+        return not exact_dots(self.facts.model, self.facts.format)
+
+    @property
     def _slots(self) -> int:
         ids, _ = self._ids()
         return len(ids)
@@ -301,11 +411,16 @@ def _lattice_fault(found: Filtered, ranked: NDArray[np.float32], start: int) -> 
     """Empty when every exact score is exact and equal to the ranked one."""
     if found.error.any():
         return f"the score of id {start + int(np.flatnonzero(found.error)[0])} is not on the lattice"
-    bad = np.flatnonzero(found.value != ranked)
+    return _difference(found.value, ranked, start)
+
+
+def _difference(exact: NDArray[np.floating], ranked: NDArray[np.float32], start: int) -> str:
+    """Empty when the ranked scores of ids start, start + 1, ... are the exact ones."""
+    bad = np.flatnonzero(exact != ranked)
     if not len(bad):
         return ""
     i = int(bad[0])
-    return f"id {start + i} was ranked at {float(ranked[i])}, its bytes give {float(found.value[i])}"
+    return f"id {start + i} was ranked at {float(ranked[i])}, its bytes give {float(exact[i])}"
 
 
 def _side_fault(picked: NDArray[np.int32], found: Filtered, allowed: F64, cutoff: Cutoff) -> str:

@@ -12,7 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palimpsest.core.errors import Unsupported
-from palimpsest.prove.bounds import PORTABLE_1, U32, U64, Arithmetic, Softmax, context_bound, lse_bound, own_bound, score_error
+from palimpsest.prove.bounds import (
+    PORTABLE_1,
+    U32,
+    U64,
+    Arithmetic,
+    Softmax,
+    context_bound,
+    lse_bound,
+    own_bound,
+    score_error,
+    sizes_of,
+)
 from palimpsest.prove.exact import (
     Cutoff,
     Filtered,
@@ -286,16 +297,17 @@ def attend(
     if not len(records):
         raise ValueError("a row that sees nothing has no attention; check that its context is as the contract says")
     keys, dequant_u = decode_latent(records, layout)
+    if dequant_u:
+        dequant_u = (1 + dequant_u) * (1 + arithmetic.record_u) - 1
     values = np.ascontiguousarray(keys[:, : layout.kv_lora])
+    sizes = sizes_of(values)
     logits = softmax_scale * (query @ keys.T)
     spread = abs(softmax_scale) * (np.abs(query) @ np.abs(keys).T)
     heads, contexts, bounds, sums, limits = [], [], [], [], []
     for s, a in zip(logits, spread, strict=True):
         top = s.max()
-        weight = np.exp(s - top)
-        total = weight.sum()
-        p = weight / total
-        head = Softmax(s, p, a, values, p @ values, layout.dim, dequant_u)
+        total = np.exp(s - top).sum()
+        head = Softmax.of(s, a, values, dim=layout.dim, dequant_u=dequant_u, sizes=sizes)
         own = own_bound(head)
         contexts.append(head.context)
         bounds.append(context_bound(arithmetic, head, own) + own)

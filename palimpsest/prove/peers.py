@@ -147,17 +147,3 @@ class Caches:
             return np.ascontiguousarray(keys), None
         scales = np.ascontiguousarray(raw[:, self.page * width :]).view(np.float32).reshape(-1)[: stop - first]
         return np.ascontiguousarray(keys), scales
-
-    def latents(self, ids: np.ndarray, record: int) -> np.ndarray:
-        """Latent records of token ids (int, [n]) as u8 [n, record]: one read per page touched."""
-        made = np.empty((len(ids), record), np.uint8)
-        if not len(ids):
-            return made
-        ranks, size = len(self.peers), self.page * record
-        scratch = np.empty(size, np.uint8)
-        order = np.argsort(ids, kind="stable")
-        pages, starts = np.unique(ids[order] // self.page, return_index=True)
-        for page, mine in zip(pages, np.split(order, starts[1:]), strict=True):
-            self.peers[int(page) % ranks].read("latent_cache", int(page) // ranks * size, scratch)
-            made[mine] = scratch.reshape(self.page, record)[ids[mine] % self.page]
-        return made

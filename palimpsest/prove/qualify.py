@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from palimpsest.core.errors import BadCheckpoint, BadConfig, RankError, Unsupported
 from palimpsest.core.geometry import Formats, Geometry
+from palimpsest.kernels.detect import choose_engine
+from palimpsest.kernels.table import compile_engine
 from palimpsest.prove import foreign, liveness
 from palimpsest.prove import record as facts
 from palimpsest.prove.assemble import assemble
@@ -28,7 +30,8 @@ from palimpsest.prove.rank_setup import Job, Setup
 if TYPE_CHECKING:
     from palimpsest.ranks.spawn import RankExit
 
-#: what a run without a model qualifies
+#: what a run without a model qualifies: the preset of its profile
+DEFAULT_PRESETS = {"full": "k31-pro-layer3"}
 DEFAULT_PRESET = "tiny-k31"
 DEFAULT_RANKS = 4
 SEED = 20261201
@@ -37,15 +40,18 @@ DEADLINES = {"small": 120.0, "wide": 600.0, "full": 3600.0}
 
 #: called with one JSON event of a rank
 Progress = Callable[[int, Mapping[str, Any]], None]
+#: called with (done, total, what comes next) while kernels are compiled
+Compiling = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
 class Request:
     """What to qualify.
 
-    model:  checkpoint folder, or None for a tiny one that is made and removed
+    model:  checkpoint folder, or None for one that is made and removed: tiny, or (full profile) of Kimi K3.1-Pro's real sizes
     layer:  0-based, or None for the first layer that runs an indexer
     ranks:  None for the profile's own number (the tiny default uses 4)
+    engine: None for portable, and in the full profile for the fastest here
     environment: allow-listed values and one digest of it go into the record
     self_test, cache: a kill matrix, and the folder where one is looked for otherwise (gate V4)
     kernels: foreign implementations, ``OP=module:function`` each; their code is imported here and in every rank
@@ -56,7 +62,7 @@ class Request:
     profile: str = "small"
     ranks: int | None = None
     seed: int = SEED
-    engine: str = "portable"
+    engine: str | None = None
     evidence: Path = Path("evidence")
     argv: tuple[str, ...] = ()
     environment: Mapping[str, str] | None = None
@@ -79,7 +85,7 @@ class Outcome:
         return self.record["gates_verdict"] == "PASS"
 
 
-def qualify(request: Request, progress: Progress | None = None) -> Outcome:
+def qualify(request: Request, progress: Progress | None = None, compiling: Compiling | None = None) -> Outcome:
     """Run all cases in both arrangements on real rank processes and publish the evidence.
 
     Raises UserError for what is wrong before anything ran (unknown profile, incomplete checkpoint, impossible ranks, full disk).
@@ -88,7 +94,9 @@ def qualify(request: Request, progress: Progress | None = None) -> Outcome:
     started = time.monotonic_ns()
     with ExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="palimpsest-qualify-")))
-        setup = prepare_setup(request, request.model if request.model is not None else _tiny(private), private)
+        setup = prepare_setup(request, request.model if request.model is not None else _made(request.profile, private), private)
+        # once here instead of in every rank at the same time
+        compile_engine(setup.job.engine, compiling)
         folder = stack.enter_context(EvidenceFolder(request.evidence, new_run_id()))
         log = folder.work / "log.txt"
         failure: RankError | None = None
@@ -197,10 +205,11 @@ def _relative(word: str) -> str:
     return facts.relative_folder(Path(word)) if word.startswith("/") else word
 
 
-def _tiny(private: Path) -> Path:
+def _made(profile: str, private: Path) -> Path:
     from palimpsest.checkpoint.make import make
 
-    return make(DEFAULT_PRESET, private / DEFAULT_PRESET)
+    preset = DEFAULT_PRESETS.get(profile, DEFAULT_PRESET)
+    return make(preset, private / preset)
 
 
 def prepare_setup(request: Request, model: Path, private: Path) -> Setup:
@@ -219,7 +228,7 @@ def prepare_setup(request: Request, model: Path, private: Path) -> Setup:
         layer=layer,
         profile=sizes,
         seed=request.seed,
-        engine=request.engine,
+        engine=choose_engine(request.engine if request.engine is not None or request.profile == "full" else "portable"),
         formats=formats,
         workdir=str(work),
         alone=True,
@@ -255,9 +264,8 @@ def choose_profile(request: Request, geometry: Geometry) -> Profile:
     if request.profile not in PROFILES:
         return profile(request.profile)
     base = PROFILES[request.profile]
-    ranks = (
-        request.ranks if request.ranks is not None else min(base.ranks, DEFAULT_RANKS) if request.model is None else base.ranks
-    )
+    made_tiny = request.model is None and request.profile not in DEFAULT_PRESETS
+    ranks = request.ranks if request.ranks is not None else min(base.ranks, DEFAULT_RANKS) if made_tiny else base.ranks
     if ranks < 1 or ranks & (ranks - 1) or geometry.heads % ranks:
         fitting = [n for n in (1, 2, 4, 8, 16, 32, 64) if geometry.heads % n == 0]
         raise BadConfig(

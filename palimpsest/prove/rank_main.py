@@ -6,10 +6,10 @@ of the run's private folder and meet at barriers of ``Comm``; what the gates com
 """
 
 import contextlib
-import json
+import gc
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ import numpy as np
 import torch
 import torch._dynamo  # the seal guard's first use imports it: seconds, once here instead of once in every forked rank
 
+from palimpsest.core.units import ceil_div
 from palimpsest.kernels.call import TORCH_DTYPES, Implementation
-from palimpsest.prove import fill, gates_output, gates_pairs, gates_select, gates_storage
-from palimpsest.prove.capture import Observation, Watch, raw, whole_digest
+from palimpsest.kernels.sizes import ID_BLOCK
+from palimpsest.prove import fill, gates_output, gates_select, gates_storage
+from palimpsest.prove.capture import Observation, Room, Watch, raw, whole_digest
 from palimpsest.prove.cases import Case, Replay, audited_rows, rank_rows
 from palimpsest.prove.data import Data
 from palimpsest.prove.expect import ARRANGEMENTS, expect_case
@@ -28,10 +30,14 @@ from palimpsest.prove.foreign_run import ForeignRun
 from palimpsest.prove.gates import SEAL, Sheet
 from palimpsest.prove.gates_pairs import Kept
 from palimpsest.prove.gates_select import Counters, Judge
+from palimpsest.prove.judging import Facts, Judging, Stage, Taken
+from palimpsest.prove.latents import LatentFile
 from palimpsest.prove.peers import Caches, Peer, read_card, write_card
 from palimpsest.prove.rank_setup import Job, Setup
 from palimpsest.prove.scores import ScoreLog
+from palimpsest.prove.spill import Spill
 from palimpsest.prove.tail import Tail
+from palimpsest.prove.turns import InTurn, turns_of
 from palimpsest.ranks.comm import Comm
 from palimpsest.run.bind import default_implementations
 from palimpsest.run.execute import Session, prepare
@@ -39,12 +45,16 @@ from palimpsest.run.guards import SlackCanaries
 from palimpsest.run.meters import Mapped, Reading, arena_mappings, mappings, meter
 from palimpsest.run.poison import poison
 
-#: the largest case, in which torch's allocator is metered as well (A3); one profiler at a time needs a process of its own
-METERED = "C03"
+#: torch's allocator is metered as well (A3) in the longest replay of at most so many rows, on every rank while rows, id blocks
+#: and ranks multiply to at most METERED_EVENTS, on rank 0 otherwise: torch's profiler keeps every operation in memory
+METERED_ROWS, METERED_EVENTS = 256, 8192
 #: cases whose alias replays run under the allocation guard: full, partial, one row, none. It doubles the time of small steps;
 #: in every case
 #: mappings and large heap blocks are compared
 GUARDED = ("C02", "C05", "C06", "C07")
+
+#: hidden rows made at once
+ROWS = 1024
 
 Emit = Callable[[Any], None]
 #: (arrangement, op -> implementation) -> what to bind instead
@@ -56,57 +66,7 @@ def run_rank(comm: Comm, config: dict[str, Any], emit: Emit) -> dict[str, Any]:
     return Qualifier(comm, Setup(Job.from_json(config)), emit).run()
 
 
-@dataclass
-class Taken:
-    """One replay waiting to be judged."""
-
-    case: Case
-    step: Replay
-    number: int
-    observation: Observation
-    judge: Judge
-    hidden: torch.Tensor
-    made: dict[str, dict[int, Any]]
-    slack: list[str]
-
-    @property
-    def where(self) -> str:
-        return f"replay {self.number}"
-
-
-@dataclass
-class Stage:
-    """One arrangement, prepared."""
-
-    name: str
-    session: Session
-    mappings: list[Mapped]
-    caches: Caches
-    seeded: fill.Caches
-    tail: Tail
-    log: ScoreLog
-    slack: SlackCanaries
-    addresses: dict[str, int]
-    inputs: tuple[bytes, bytes]
-
-
-@dataclass
-class Facts:
-    """What the record shows beside the flags."""
-
-    logical: dict[str, int] = field(default_factory=dict)
-    requested: dict[str, int] = field(default_factory=dict)
-    mapped: dict[str, dict[str, int]] = field(default_factory=dict)
-    pss: dict[str, int] = field(default_factory=dict)
-    changed_rows: int = 0
-    rows_selecting: int = 0
-    counters: dict[str, dict[str, int]] = field(default_factory=dict)
-    times: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
-    lint_files: int = 0
-    torch_peak: int = 0
-
-
-class Qualifier:
+class Qualifier(Judging):
     """The run of one rank.
 
     alter: changes the implementations before they are bound; how a test shows that a gate can fail
@@ -114,11 +74,15 @@ class Qualifier:
 
     def __init__(self, comm: Comm, setup: Setup, emit: Emit, *, alter: Alter | None = None):
         self.comm, self.setup, self.emit, self.rank, self.alter = comm, setup, emit, comm.rank, alter
+        self._phase = ("prepare", time.monotonic_ns())
         self.folder = Path(setup.job.workdir)
-        self.facts, self.certificates = Facts(), []  # type: ignore[var-annotated]
+        self.facts, self.certificates = Facts(), []
         self.sheets = {SEAL: Sheet(SEAL, self.rank)} | {case.id: Sheet(case.id, self.rank) for case in setup.cases}
         self.kept: dict[tuple[str, str, int], Kept] = {}
         self.oracle = gates_output.Oracle(setup.output_facts)
+        self.known: dict[bytes, gates_select.Verdict] = {}
+        self.spill = Spill(self.folder)
+        self.turns = turns_of(setup, comm)
         self.foreign = ForeignRun(setup)
         self.extras = Extras(setup, comm, self.sheets)
 
@@ -134,17 +98,12 @@ class Qualifier:
             self.foreign.expect(self.sheets[case.id], case, self.rank)
         mapped: dict[str, list[Mapped]] = {}
         for name in ARRANGEMENTS:
-            stage = self._prepare(name)
-            mapped[name] = stage.mappings
-            with stage.session, contextlib.closing(stage.caches):
-                for queue in setup.queues:
-                    self._queue(stage, queue)
-                if name == ARRANGEMENTS[-1]:
-                    self.extras.dedicated(stage.session, self._tell_seal, allocating=bool(self.foreign.allocating))
-                # nobody may read this rank's memory any more when it goes
-                comm.enter(f"close {name}")
-                comm.barrier(f"close {name}")
+            mapped[name] = self._arrangement(name)
+            # the next one's memory is there only when every tensor over this one's is gone
+            gc.collect()
+        self._clock("seal")
         self._seal(mapped)
+        self._clock("")
         flags = [line for sheet in self.sheets.values() for line in sheet.close()]
         return {
             "flags": flags,
@@ -153,10 +112,24 @@ class Qualifier:
             **self.extras.result(),
         }
 
+    def _arrangement(self, name: str) -> list[Mapped]:
+        """Prepare one arrangement, replay and judge all cases in it, give its memory back; its mappings as they were sealed."""
+        stage = self._prepare(name)
+        with stage.session, contextlib.closing(stage.caches):
+            for queue in self.setup.queues:
+                self._queue(stage, queue)
+            if name == ARRANGEMENTS[-1]:
+                self.extras.dedicated(stage.session, self._tell_seal, allocating=bool(self.foreign.allocating))
+            # nobody may read this rank's memory any more when it goes
+            self.comm.enter(f"close {name}")
+            self.comm.barrier(f"close {name}")
+        return stage.mappings
+
     # -- preparing
 
     def _prepare(self, name: str) -> Stage:
         comm, setup = self.comm, self.setup
+        self._clock("prepare")
         self.emit({"arrangement": name, "case": SEAL, "phase": "prepare"})
         bound = self.foreign.bound()
         if self.alter:
@@ -177,7 +150,8 @@ class Qualifier:
         comm.barrier(f"cards {name}")
         write_card(self.folder, name, self.rank, arena)
         comm.barrier(f"cards {name} written")
-        self.extras.sealed(name, session)
+        with self.turns.turn():
+            self.extras.sealed(name, session)
         peers = [Peer(read_card(self.folder, name, rank)) for rank in range(comm.size)]
         return Stage(
             name=name,
@@ -218,7 +192,8 @@ class Qualifier:
             for number, step in enumerate(case.steps):
                 self._tell(stage, case, number, "fill")
                 if alone or not taken:
-                    stage.seeded.fill(data, step.history)
+                    with self.turns.turn():
+                        stage.seeded.fill(data, step.history)
                 taken.append(self._replay(stage, case, number, step, data, counters[case.id]))
                 if alone:
                     self._judge(stage, taken, counters, last=number == len(case.steps) - 1)
@@ -229,10 +204,19 @@ class Qualifier:
             self.facts.times.setdefault(case.id, {})[stage.name] = (started, time.monotonic_ns())
 
     def _tell(self, stage: Stage, case: Case, number: int, phase: str) -> None:
+        self._clock(f"{case.id} {phase}")
         self.comm.enter(f"{case.id} {stage.name} {phase} {number}")
         self.emit({"arrangement": stage.name, "case": case.id, "replay": number, "replays": len(case.steps), "phase": phase})
 
+    def _clock(self, phase: str) -> None:
+        """The time until the next call belongs to ``phase``."""
+        now = time.monotonic_ns()
+        name, since = self._phase
+        self.facts.phases[name] = self.facts.phases.get(name, 0) + now - since
+        self._phase = phase, now
+
     def _tell_seal(self, phase: str) -> None:
+        self._clock(phase)
         self.comm.enter(f"{SEAL} {phase}")
         self.emit({"arrangement": ARRANGEMENTS[-1], "case": SEAL, "phase": phase})
 
@@ -241,6 +225,7 @@ class Qualifier:
         setup, comm, session = self.setup, self.comm, stage.session
         first = self.rank * setup.profile.slice_rows
         own = rank_rows(setup.profile, step.rows)[self.rank]
+        room = self._room(stage, case, number)
         o = Observation(
             history=step.history,
             rows=step.rows,
@@ -250,23 +235,26 @@ class Qualifier:
             ranked=not self.foreign.selects,
         )
         judge = self._judge_of(stage, case, number, step, data, counters, o)
-        hidden = self._hidden(data, step)
+        with self.turns.turn():
+            hidden = self._hidden(data, step)
         self._tell(stage, case, number, "replay")
         seed = setup.job.seed + number
-        poisoned = poison(session.arena, step.poison, seed=seed, visible=step.visible)
+        with self.turns.turn():
+            poisoned = poison(session.arena, step.poison, seed=seed, visible=step.visible)
         rows = range(first, first + own)
         watch = Watch(
-            session, stage.caches, stage.log, observation=o, block=judge.block, alone=setup.job.alone,
+            session, stage.caches, stage.log, observation=o, block=judge.block, alone=setup.job.alone, room=room,
             selected=self.foreign.selected(judge), allocating=self.foreign.allocating,
             plant=lambda name, arena: fill.plant(name, arena, case=case, step=step, data=data, rank=self.rank, rows=rows),
         )  # fmt: skip
-        watch.seal_writes(poisoned, stale=step.poison in ("Ps", "none"))
+        with self.turns.turn():
+            watch.seal_writes(poisoned, stale=step.poison in ("Ps", "none"))
         o.inputs_before = (whole_digest(raw(hidden)), *stage.inputs)
         comm.barrier(f"{case.id} start")
         o.moved = gates_storage.moved(session.arena, stage.addresses)
         before = self._mapped(session)
-        hooks = self.extras.watched(stage.name, watch, session)
-        if setup.job.alone and case.id == METERED and not self.foreign.allocating:
+        hooks = InTurn(self.extras.watched(stage.name, watch, session), self.turns)
+        if self._metered(case, number):
             with meter(session.arena, torch_memory=True) as reading:
                 session.prefill(hidden, step.history, hooks=hooks, guard=True)
             self._torch_memory(o, reading)
@@ -274,18 +262,37 @@ class Qualifier:
             session.prefill(hidden, step.history, hooks=hooks, guard=stage.name == "alias" and case.id in GUARDED)
         self.extras.replayed((stage.name, case.id, number))
         self._mappings(o, before, self._mapped(session))
-        watch.finish()
+        with self.turns.turn():
+            watch.finish()
         o.moved += gates_storage.moved(session.arena, stage.addresses)
         o.inputs_after = (whole_digest(raw(hidden)), *self._inputs(session))
         slack = stage.slack.damage()
-        made = stage.tail.append(o, hidden) if step.rows else {}
+        with self.turns.turn():
+            made = stage.tail.append(o, hidden) if step.rows else {}
         comm.barrier(f"{case.id} replayed")
+        o.latents, o.latents_digest = room.latents.read(o.visible)
         if step.restore:
             self._restore(stage, o)
         else:
             stage.seeded.appended(step)
         planted = self._planted(stage, case, step, data, made)
-        return Taken(case, step, number, o, judge, hidden, planted, slack)
+        return Taken(case, step, number, o, judge, hidden, room.latents, planted, slack)
+
+    def _metered(self, case: Case, number: int) -> bool:
+        """Whether torch's allocator is metered in this replay; one profiler at a time needs a process of its own."""
+        few = [(s.visible, c.id, i) for c in self.setup.cases for i, s in enumerate(c.steps) if 1 < s.rows <= METERED_ROWS]
+        if not self.setup.job.alone or self.foreign.allocating or not few:
+            return False
+        longest = max(visible for visible, _, _ in few)
+        first = next(key for visible, *key in few if visible == longest)
+        events = case.steps[number].rows * ceil_div(self.setup.geometry.indexer.topk, ID_BLOCK) * self.comm.size
+        return [case.id, number] == first and (self.rank == 0 or events <= METERED_EVENTS)
+
+    def _room(self, stage: Stage, case: Case, number: int) -> Room:
+        """Where the copies of one replay go."""
+        path = self.folder / f"latents-{stage.name}-{case.id}-{number}"
+        latents = LatentFile(path, self.setup.profile.page, self.setup.record_bytes["latent_cache"], self.comm.size)
+        return Room(latents, self._partial_file(stage.name, case.id, number, self.rank), self.spill)
 
     @staticmethod
     def _mapped(session: Session) -> list[Mapped]:
@@ -309,8 +316,16 @@ class Qualifier:
 
     def _hidden(self, data: Data, step: Replay) -> torch.Tensor:
         """The caller's normed hidden rows, in the activation dtype."""
-        rows = torch.from_numpy(data.hidden(step, 0, step.rows))
-        return rows.to(TORCH_DTYPES[self.setup.job.formats.activation])
+        dtype = TORCH_DTYPES[self.setup.job.formats.activation]
+        width = self.setup.geometry.hidden
+        if not step.rows:
+            return torch.empty((0, width), dtype=dtype)
+        flat = torch.from_numpy(self.spill.empty((step.rows * width * dtype.itemsize,), np.uint8))
+        made = flat.view(dtype).view(step.rows, width)
+        for start in range(0, step.rows, ROWS):
+            stop = min(start + ROWS, step.rows)
+            made[start:stop].copy_(torch.from_numpy(data.hidden(step, start, stop)))
+        return made
 
     def _judge_of(
         self, stage: Stage, case: Case, number: int, step: Replay, data: Data, counters: Counters, o: Observation
@@ -337,6 +352,7 @@ class Qualifier:
             counters=counters,
             ids=ids,
             caches=stage.caches,
+            known=self.known,
         )
         judge.observation = o
         return judge
@@ -367,113 +383,3 @@ class Qualifier:
                 held = page[limits.page * width :].view("<f4")
                 held[low - start : high - start] = scales[low - step.history : high - step.history]
         return made
-
-    # -- judging
-
-    def _judge(self, stage: Stage, taken: list[Taken], counters: dict[str, Counters], *, last: bool) -> None:
-        for t in taken:
-            self._tell(stage, t.case, t.number, "judge")
-            self._judge_alone(stage, t, counters[t.case.id])
-            kept = gates_pairs.keep(t.observation, self.setup.geometry.indexer.topk)
-            if stage.name == "alias" and ("base", t.case.id, t.number) in self.kept:
-                gates_pairs.arrangements(
-                    self.sheets[t.case.id],
-                    self.kept["base", t.case.id, t.number],
-                    kept,
-                    t.observation,
-                    t.where,
-                    own_order=self.foreign.selects,
-                )
-            self.kept[stage.name, t.case.id, t.number] = kept
-            if t.case.equals:
-                first = self.kept.get((stage.name, t.case.equals, 0))
-                if first is not None:
-                    gates_pairs.repeats(
-                        self.sheets[t.case.id], first, kept, f"{stage.name} {t.where}", own_order=self.foreign.selects
-                    )
-            self._publish(stage, t, kept, counters[t.case.id])
-            self.certificates += [{"case": t.case.id, "replay": t.number} | c for c in t.judge.certificates]
-        self.comm.barrier("facts published")
-        for t in taken:
-            self._judge_together(stage, t, last=last and t.number == len(t.case.steps) - 1)
-        self.comm.barrier("facts read")
-        for t in taken:
-            for path in (self._facts_file(stage, t, self.rank), self._partial_file(stage, t, self.rank)):
-                path.unlink(missing_ok=True)
-
-    def _judge_alone(self, stage: Stage, t: Taken, counters: Counters) -> None:
-        """Gates that need only this rank's observation and the persistent bytes."""
-        setup, sheet, o, where = self.setup, self.sheets[t.case.id], t.observation, f"{stage.name} {t.where}"
-        profile = setup.profile
-        views = len(setup.plans[stage.name].places)
-        gates_storage.case_gates(sheet, o, views=views, slack=t.slack, tokens_rows=profile.rows, where=where)
-        made = t.made or {cache: {} for cache in o.pages_before}
-        gates_storage.persistence(sheet, o, made, page=profile.page, ranks=profile.ranks, rank=self.rank, where=where)
-        gates_select.structure(sheet, o, setup.index_facts, profile.rows, where)
-        gates_select.emitted(sheet, o, t.judge, profile.rows, where)
-        first = o.first_row
-        ids = o.array("ids", np.int32, profile.rows, setup.geometry.indexer.topk)
-        counters.pads += int(np.count_nonzero(ids[first : first + profile.slice_rows] == -1))
-        audited = tuple(row for row, _ in audited_rows(profile, t.step, setup.job.seed))
-        gates_output.tail_gates(sheet, o, self.oracle, stage.tail, audited, where)
-        gates_output.sanity(sheet, o, setup.output_facts, where)
-        self.foreign.twins(sheet, o, where)
-        self.extras.judged((stage.name, t.case.id, t.number), o, t.step, t.judge)
-        if stage.name == "alias":
-            counts = o.array("counts", np.int32, profile.rows)
-            visible = o.history + np.arange(profile.rows) + 1
-            self.facts.rows_selecting += int(
-                np.count_nonzero((counts > 0) & (visible > counts) & (np.arange(profile.rows) < o.rows))
-            )
-
-    def _facts_file(self, stage: Stage, t: Taken, rank: int) -> Path:
-        return self.folder / f"facts-{stage.name}-{t.case.id}-{t.number}-{rank}.json"
-
-    def _partial_file(self, stage: Stage, t: Taken, rank: int) -> Path:
-        return self.folder / f"partial-{stage.name}-{t.case.id}-{t.number}-{rank}.bin"
-
-    def _publish(self, stage: Stage, t: Taken, kept: Kept, counters: Counters) -> None:
-        facts = {
-            "ids": kept.ids,
-            "counts": kept.counts,
-            "output": kept.output,
-            "counters": counters.plain(),
-            "events": self.extras.logs[stage.name, t.case.id, t.number],
-        }
-        self._facts_file(stage, t, self.rank).write_text(json.dumps(facts))
-        self._partial_file(stage, t, self.rank).write_bytes(t.observation.copies["partial"].tobytes())
-
-    def _judge_together(self, stage: Stage, t: Taken, *, last: bool) -> None:
-        """Gates that need the other ranks' digests, counters and partial rows."""
-        setup, sheet, where = self.setup, self.sheets[t.case.id], f"{stage.name} {t.where}"
-        everyone = [json.loads(self._facts_file(stage, t, rank).read_text()) for rank in range(self.comm.size)]
-        gates_pairs.agreement(sheet, everyone, where)
-        self.extras.together((stage.name, t.case.id, t.number), [facts["events"] for facts in everyone])
-        partials = [np.fromfile(self._partial_file(stage, t, rank), np.uint8) for rank in range(self.comm.size)]
-        gates_output.reduced(sheet, t.observation, setup.output_facts, partials, where)
-        if stage.name != "alias" or not last:
-            return
-        cards = [peer.card for peer in stage.caches.peers]
-        pages = setup.profile.tokens // setup.profile.page
-        gates_pairs.shard_map(sheet, cards, pages=pages, record=setup.record_bytes, page=setup.profile.page)
-        found = self.facts.counters[t.case.id] = gates_select.total([facts["counters"] for facts in everyone])
-        gates_select.minima(sheet, asdict(t.case.minima), found)
-
-    def _seal(self, mapped: dict[str, list[Mapped]]) -> None:
-        """The gates on plans and mappings, once both arrangements were prepared."""
-        setup, sheet = self.setup, self.sheets[SEAL]
-        views, pairs = setup.prepared.views, 0
-        for name, plan in setup.plans.items():
-            kinds = [p.kind for p in plan.places]
-            pairs += sum(kinds.count(kind) * (kinds.count(kind) - 1) // 2 for kind in set(kinds))
-            self.facts.logical[name] = plan.total
-        segments = sum(len(plan.segments) for plan in setup.plans.values())
-        for gate, units in (("S1", views), ("S2", views), ("S3", pairs), ("A1", 2), ("A2", segments + 1)):
-            sheet.expect(gate, units)
-        for name, plan in setup.plans.items():
-            gates_storage.seal_plan(sheet, plan, setup.program, name)
-        record = setup.record_bytes["index_cache"]
-        gates_storage.saving(sheet, setup.plans["base"], setup.plans["alias"], requested=self.facts.requested, record=record)
-        self.facts.mapped = gates_storage.mapped_bytes(sheet, mapped, setup.plans)
-        self.extras.law()
-        self.facts.lint_files = gates_storage.lint(sheet, Path(__file__).resolve().parent, self.rank, self.comm.size)

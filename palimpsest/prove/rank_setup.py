@@ -18,7 +18,7 @@ from palimpsest.core.geometry import Formats, Geometry, index_record_bytes, late
 from palimpsest.core.spec import Program
 from palimpsest.plan.place import place
 from palimpsest.plan.plan import Plan
-from palimpsest.prove.bounds import PORTABLE_1, Arithmetic
+from palimpsest.prove.bounds import AMX_1, AVX512_1, AVX_1, PORTABLE_1, Arithmetic
 from palimpsest.prove.cases import Case, Profile, cases, records_of
 from palimpsest.prove.data import Data
 from palimpsest.prove.expect import ARRANGEMENTS, Prepared
@@ -29,7 +29,7 @@ from palimpsest.prove.oracle import LatentFormat
 from palimpsest.run.weights import Filler, from_checkpoint
 
 #: engine -> how it rounds; an engine without an entry has no derived bounds and cannot be qualified
-ARITHMETIC: dict[str, Arithmetic] = {"portable": PORTABLE_1}
+ARITHMETIC: dict[str, Arithmetic] = {"portable": PORTABLE_1, "avx": AVX_1, "avx512": AVX512_1, "amx": AMX_1}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Setup:
         self.checkpoint: Checkpoint = open_checkpoint(job.model)
         self.geometry: Geometry = recipes.geometry_from_config(dict(self.checkpoint.config), self.checkpoint.root.name)
         self.prefix = recipes.resolve_prefix(self.geometry, self.checkpoint.tensors)
-        self.program: Program = recipes.program(self.geometry, self.profile.limits, job.formats, job.layer)
+        self.program: Program = recipes.program(self.geometry, self.profile.limits, job.formats, job.layer, engine=job.engine)
         if not self.program.histories:
             raise Unsupported(
                 f"layer {job.layer} of {self.geometry.name} keeps the ids of another layer and has no index history to reuse; "

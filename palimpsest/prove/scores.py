@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 
 from palimpsest.kernels.sizes import SELECT_ROWS
 
-#: (first chunk row, per row its visible scores)
-Block = Callable[[int, list[NDArray[np.float32]]], None]
-
 
 @dataclass
 class RowScores:
@@ -29,14 +26,19 @@ class RowScores:
     nans: int
 
 
+#: (first chunk row, per row its visible scores, per row what is kept of them)
+Block = Callable[[int, list[NDArray[np.float32]], list[RowScores]], None]
+
+
 class ScoreLog:
     """Assembles the tiles of one replay after the other.
 
-    tokens: prepared tokens, the width of the private block buffer (taken once, reused for every replay)
+    tokens: prepared tokens, the width of the private block buffer, which is there from the first tile of a replay until ``close``
     """
 
     def __init__(self, tokens: int):
-        self._store = np.empty((SELECT_ROWS, tokens), np.float32)
+        self.tokens = tokens
+        self._store = np.empty((0, 0), np.float32)
         self.rows: dict[int, RowScores] = {}
         self.complaints: list[str] = []
         self._block: Block | None = None
@@ -53,6 +55,8 @@ class ScoreLog:
         """Scores [n] of keys [start, start + n) for one chunk row, ascending in key order per row."""
         if self._first is None:
             self._first = row
+        if not len(self._store):
+            self._store = np.empty((SELECT_ROWS, self.tokens), np.float32)
         at = row - self._first
         assert 0 <= at < SELECT_ROWS, f"row {row} arrived in the block of row {self._first}"
         if start != self._filled[at]:
@@ -66,15 +70,20 @@ class ScoreLog:
         if self._first is None:
             return
         done: list[NDArray[np.float32]] = []
+        first = self._first
         for at, count in enumerate(self._filled):
             if not count:
                 break
             scores = self._store[at, :count]
-            self.rows[self._first + at] = _row(scores)
+            self.rows[first + at] = _row(scores)
             done.append(scores)
         if done and self._block is not None:
-            self._block(self._first, done)
+            self._block(first, done, [self.rows[first + at] for at in range(len(done))])
         self._first, self._filled = None, [0] * SELECT_ROWS
+
+    def close(self) -> None:
+        """The selection is over: give the block buffer back."""
+        self._store = np.empty((0, 0), np.float32)
 
 
 def _row(scores: NDArray[np.float32]) -> RowScores:
@@ -82,4 +91,4 @@ def _row(scores: NDArray[np.float32]) -> RowScores:
     nans = int(np.count_nonzero(nan))
     plain = scores if not nans else scores[~nan]
     low, high = (float(plain.min()), float(plain.max())) if len(plain) else (0.0, 0.0)
-    return RowScores(len(scores), hashlib.blake2b(scores.tobytes(), digest_size=16).digest(), low, high, nans)
+    return RowScores(len(scores), hashlib.blake2b(scores.data, digest_size=16).digest(), low, high, nans)

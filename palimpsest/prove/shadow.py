@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from palimpsest.core.spec import Plane, Program, Step
 from palimpsest.kernels.call import Call, Chunk
+from palimpsest.prove.spill import Spill
 from palimpsest.run.arena import Arena
 
 #: bytes under one mark
@@ -47,8 +48,10 @@ class Shadow:
     faults: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, arena: Arena, rank: int) -> "Shadow":
-        return cls(arena, rank, 0, np.zeros(arena.segments["reusable"].mapped // WORD, np.uint16))
+    def of(cls, arena: Arena, rank: int, spill: Spill) -> "Shadow":
+        marks = spill.empty((arena.segments["reusable"].mapped // WORD,), np.uint16)
+        marks.fill(0)
+        return cls(arena, rank, 0, marks)
 
     def begin(self, epoch: int) -> None:
         """A new replay: marks of earlier ones stay and are stale."""

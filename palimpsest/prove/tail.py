@@ -1,7 +1,7 @@
 """The recorded tail: a replay's own steps run again on private storage.
 
-Same implementations, same weights, other memory: latent records are gathered from the persistent caches of all ranks into private
-rows, ids keep their emitted order, and nothing planned is read or written except the weights.
+Same implementations, same weights, other memory: latent records come from the persistent caches of all ranks by way of a file,
+ids keep their emitted order, and nothing planned is read or written except the weights.
 """
 
 from collections.abc import Mapping
@@ -53,26 +53,22 @@ class Tail:
 
     def attend(self, o: Observation, ids: NDArray[np.int32], counts: NDArray[np.int32], rows: NDArray[np.int64]) -> Bytes:
         """Context bytes [n, bytes] of chunk rows ``rows``, given their ids [n, topk] in emitted order."""
-        used, place = np.unique(ids[ids >= 0], return_inverse=True)
-        records = o.records(used)
-        local = np.full(ids.shape, -1, np.int32)
-        local[ids >= 0] = place.reshape(-1)
         n, query, context = len(rows), self.view("query"), self.view("context")
         out = torch.empty((n, *context.shape[1:]), dtype=context.dtype)
         operands = {
-            "ids": torch.from_numpy(local), "counts": torch.from_numpy(np.ascontiguousarray(counts)),
-            "latent_history": torch.from_numpy(records), "query": tensor(o.copies["query"][rows], query, n), "context": out,
+            "ids": torch.from_numpy(np.ascontiguousarray(ids)), "counts": torch.from_numpy(np.ascontiguousarray(counts)),
+            "latent_history": torch.from_numpy(o.latents), "query": tensor(o.copies["query"][rows], query, n), "context": out,
         }  # fmt: skip
         self.step("sparse_attend", Chunk(o.history, n), operands)
         return out.view(n, -1).view(torch.uint8).numpy()
 
-    def project(self, o: Observation, context: Bytes) -> Bytes:
-        """Partial output bytes [rows, bytes] of all active rows from their context."""
-        n, planned, hidden = o.rows, self.view("context"), self.view("hidden")
+    def project(self, o: Observation, context: Bytes, rows: NDArray[np.int64]) -> Bytes:
+        """Partial output bytes [n, bytes] of chunk rows ``rows`` from their context."""
+        n, planned, hidden = len(rows), self.view("context"), self.view("hidden")
         out = torch.empty((n, *self.view("partial").shape[1:]), dtype=torch.float32)
         operands = {"context": tensor(context, planned, n), "partial": out}
         if any(role == "hidden" for role, _ in self._bound["project_output"].step.reads):
-            operands["hidden"] = tensor(o.copies["hidden"], hidden, n)
+            operands["hidden"] = tensor(o.copies["hidden"][rows], hidden, n)
         self.step("project_output", Chunk(o.history, n), operands)
         return out.view(torch.uint8).numpy()
 

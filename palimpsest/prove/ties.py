@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from palimpsest.prove.bounds import Arithmetic, score_error
+from palimpsest.prove.bounds import Arithmetic, exact_dots, score_error
 from palimpsest.prove.certificate import SCHEMA, ReadRecord, check_certificate  # noqa: F401
 from palimpsest.prove.exact import Cutoff, Exact, IndexRow, decode_keys, exact_score, filtered_scores
 
@@ -151,7 +151,7 @@ def _entry(row: TieRow, index: IndexRow, model: Arithmetic, id: int, record: byt
     key = decode_keys(np.frombuffer(record[:body], np.uint8)[None], row.format)
     scale = np.frombuffer(record[body:], "<f4") if row.format == "fp8" else None
     score = exact_score(index, key[0], 1 if scale is None else float(scale[0]))
-    near = filtered_scores(index, key, scale)
+    near = filtered_scores(index, key, scale, spread=not exact_dots(model, row.format))
     allowed = score_error(model, value=near.value, mass=near.mass, spread=near.spread, heads=row.heads, dim=row.dim)
     deployed = np.nan if bits is None else np.uint32(bits).view(np.float32).astype(np.float64)
     within = bool(abs(deployed - near.value[0]) <= allowed[0] + near.error[0])

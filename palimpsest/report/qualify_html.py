@@ -320,7 +320,8 @@ def _measured(record: Tree) -> list[list[str]]:
 
 def _times(record: Tree) -> list[tuple[str, float, float]]:
     """(case, seconds, share of the longest in percent)"""
-    spent = {name: ns / 1e9 for name, ns in record["elapsed_ns"].items() if name != "total"}
+    cases = {case["id"] for case in record["cases"]}
+    spent = {name: ns / 1e9 for name, ns in record["elapsed_ns"].items() if name in cases}
     longest = max(_positive(spent.values()), default=1.0)
     return [(name, seconds, 100 * seconds / longest) for name, seconds in sorted(spent.items())]
 

@@ -41,9 +41,21 @@ def show(record: Tree, flags: list[Tree], folder: str) -> None:
     _licence(console, record)
     for text in record["non_claims"]:
         console.print(text, style="dim", markup=False)
-    console.print(f"time {record['elapsed_ns']['total'] / 1e9:.1f} s; evidence {folder}", markup=False)
+    console.print(f"time {record['elapsed_ns']['total'] / 1e9:.1f} s{_phases(record)}; evidence {folder}", markup=False)
     console.print(f"check it: palimpsest verify {folder}\n", markup=False)
     console.print(headline(record), style=_STYLE[record["gates_verdict"]])
+
+
+def _phases(record: Tree) -> str:
+    """What the ranks spent it on: the longest rank's seconds in each phase, the cases' own added up."""
+    spent: dict[str, int] = {}
+    cases = {case["id"] for case in record["cases"]}
+    for name, ns in record["elapsed_ns"].items():
+        first, _, phase = name.partition(" ")
+        if name != "total" and (phase or first not in cases):
+            spent[phase or first] = spent.get(phase or first, 0) + ns
+    shown = ", ".join(f"{name} {ns / 1e9:.0f}" for name, ns in sorted(spent.items(), key=lambda item: -item[1]) if ns >= 5e8)
+    return f" ({shown})" if shown else ""
 
 
 def headline(record: Tree) -> str:

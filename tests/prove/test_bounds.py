@@ -42,10 +42,8 @@ def codes(rng, *shape):
 def softmax_of(query, keys, scale, kv_lora, dequant_u=0.0):
     """The fp64 Softmax of one head."""
     s = scale * (keys @ query)
-    p = np.exp(s - s.max())
-    p /= p.sum()
     values = keys[:, :kv_lora]
-    return Softmax(s, p, scale * (np.abs(keys) @ np.abs(query)), values, p @ values, len(query), dequant_u)
+    return Softmax.of(s, scale * (np.abs(keys) @ np.abs(query)), values, dim=len(query), dequant_u=dequant_u)
 
 
 def test_compound_is_the_product():

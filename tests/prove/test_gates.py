@@ -115,7 +115,7 @@ def test_both_plans_pass_the_seal_gates(planned) -> None:
         ("alias", "index_history", 1, "S2"),
         ("alias", "index_history", 64, "S3"),
         ("alias", "latent_history", 64, "S3"),
-        ("base", "index_history", -4096, "S3"),
+        ("base", "index_history", -65536, "S3"),  # onto the queries, which are alive then
         ("base", "index_history", 64, "S1"),
         ("alias", "staging", 64, "S1"),
     ],
