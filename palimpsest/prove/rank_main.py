@@ -6,7 +6,6 @@ of the run's private folder and meet at barriers of ``Comm``; what the gates com
 """
 
 import contextlib
-import gc
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -35,7 +34,7 @@ from palimpsest.prove.latents import LatentFile
 from palimpsest.prove.peers import Caches, Peer, read_card, write_card
 from palimpsest.prove.rank_setup import Job, Setup
 from palimpsest.prove.scores import ScoreLog
-from palimpsest.prove.spill import Spill
+from palimpsest.prove.spill import Spill, give_back
 from palimpsest.prove.tail import Tail
 from palimpsest.prove.turns import InTurn, turns_of
 from palimpsest.ranks.comm import Comm
@@ -100,7 +99,7 @@ class Qualifier(Judging):
         for name in ARRANGEMENTS:
             mapped[name] = self._arrangement(name)
             # the next one's memory is there only when every tensor over this one's is gone
-            gc.collect()
+            give_back()
         self._clock("seal")
         self._seal(mapped)
         self._clock("")
@@ -198,6 +197,7 @@ class Qualifier(Judging):
                 if alone:
                     self._judge(stage, taken, counters, last=number == len(case.steps) - 1)
                     taken = []
+                give_back()
         if taken:
             self._judge(stage, taken, counters, last=True)
         for case in queue:

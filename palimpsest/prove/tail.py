@@ -87,7 +87,8 @@ class Tail:
             roles = dict(self._bound[name].step.reads)
             operands = {role: t for role, t in private.items() if role in roles} | {cache: pages}
             self.step(name, Chunk(o.history, o.rows), operands)
-            made[cache] = {page: pages[page].numpy() for page in o.appended.get(cache, {})}
+            # copies: a view would keep every page of the cache
+            made[cache] = {page: pages[page].numpy().copy() for page in o.appended.get(cache, {})}
         return made
 
 
