@@ -23,7 +23,7 @@ from numba import types
 from numba.core import cgutils
 from numba.np import arrayobj
 
-from palimpsest.core.errors import BadConfig, Unavailable
+from palimpsest.core.errors import BadConfig, Unavailable, UnknownName
 from palimpsest.kernels.call import Call, Scratch
 from palimpsest.kernels.index_select.streaming import Kernels
 from palimpsest.kernels.jit import intrinsic
@@ -31,6 +31,15 @@ from palimpsest.kernels.jit import intrinsic
 #: the symbols of a program
 RUN, NOTE = "palimpsest_run", "palimpsest_note"
 _I64, _I8 = ir.IntType(64), ir.IntType(8)
+
+
+def _kernels(engine: str) -> Kernels:
+    """An engine's selection kernels; only its own are imported, because the others may not compile for this target."""
+    if engine == "amx":
+        return cast(Kernels, import_module("palimpsest.kernels.index_select.amx").KERNELS)
+    if engine == "avx":
+        return cast(Kernels, import_module("palimpsest.kernels.index_select.avx").KERNELS)
+    raise UnknownName("engine with native selection", engine, ["amx", "avx"])
 
 
 class Layout:
@@ -43,7 +52,7 @@ class Layout:
     """
 
     def __init__(self, engine: str, numbers: Mapping[str, int]):
-        self.kernels: Kernels = import_module(f"palimpsest.kernels.index_select.{engine}").KERNELS
+        self.kernels = _kernels(engine)
         self.numbers = dict(numbers)
         (raw, group), (_, again) = (self.made(fill) for fill in (0x00, 0xFF))
         self.kind: Any = numba.typeof(group)

@@ -96,7 +96,7 @@ def test_wrong_input_is_refused_before_anything_runs(tmp_path: Path) -> None:
         qualify(Request(model=model, ranks=3, evidence=tmp_path / "e"))
     with pytest.raises(Unsupported, match="linear"):
         qualify(Request(model=model, layer=0, evidence=tmp_path / "e"))
-    with pytest.raises(Unsupported, match="engine 'abacus'"):
+    with pytest.raises(UnknownName, match="unknown engine 'abacus'; known: amx, avx, avx512, portable"):
         qualify(Request(model=model, engine="abacus", evidence=tmp_path / "e"))
     shard = next(p for p in sorted(model.iterdir()) if p.suffix == ".safetensors")
     os.truncate(shard, shard.stat().st_size - 1)
