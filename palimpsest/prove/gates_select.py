@@ -137,6 +137,7 @@ class Judge:
     """Judges the blocks of one replay. ``certificates`` collects what K4 had to prove.
 
     gate: the one that says each set is right; known: digest of a row's bytes -> what was found of them, shared by all replays
+    metered: torch's allocator is being watched, so nothing here may use torch
     """
 
     gate = "K2"
@@ -153,7 +154,7 @@ class Judge:
         caches: Caches,
         known: dict[bytes, Verdict],
     ):
-        self.known, self._records = known, b""
+        self.known, self._records, self.metered = known, b"", False
         self.sheet, self.facts, self.plan, self.where, self.counters, self.caches = sheet, facts, plan, where, counters, caches
         self._ids = ids
         self.observation: Observation | None = None
@@ -258,7 +259,8 @@ class Judge:
         parts: dict[int, list[Filtered]] = {row: [] for row in audited}
         if not audited and not lattice:
             return {}, {}
-        asked, whole = {row: self._row(row) for row in {*audited, *lattice}}, Lattice.of([self._row(row) for row in lattice])
+        asked = {row: self._row(row) for row in {*audited, *lattice}}
+        whole = None if self.metered else Lattice.of([asked[row] for row in lattice])
         wrong = dict.fromkeys(lattice, "")
         longest = max(len(scores[row - first]) for row in asked)
         for start in range(0, longest, CHUNK):

@@ -354,7 +354,7 @@ class Qualifier(Judging):
             caches=stage.caches,
             known=self.known,
         )
-        judge.observation = o
+        judge.observation, judge.metered = o, self._metered(case, number)
         return judge
 
     def _restore(self, stage: Stage, o: Observation) -> None:

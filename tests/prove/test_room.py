@@ -206,7 +206,7 @@ def test_one_arrangement_is_gone_before_the_next_is_prepared(tmp_path: Path, mon
 
     def prepare(self, name):
         if self.rank == 0:
-            found[name] = mappings()
+            found[name] = [one for one in mappings() if "programs" not in one.name]  # cores of other tests in this process
         return right(self, name)
 
     monkeypatch.setattr(Qualifier, "_prepare", prepare)
