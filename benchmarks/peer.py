@@ -123,7 +123,7 @@ class Ours:
         for step in program.steps:
             roles = {role: planes[name] for role, name in (*step.reads, *step.writes, *step.updates)}
             scratch = Scratch(self.raw[step.scratch_name] if step.scratch else torch.empty(0, dtype=torch.uint8))
-            call = Call(step.name, dict(step.params), roles, {}, scratch, _Still())  # type: ignore[arg-type]
+            call = Call(step.name, dict(step.params), roles, {}, scratch, _Still())
             self.steps.append((implementation(step.op, engine), call))
         self.split: dict[str, float] = {}
 

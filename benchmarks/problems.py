@@ -78,7 +78,7 @@ class Index:
             "local_ids": {"ids": torch.empty(count, self.topk, dtype=torch.int32)},
             "local_counts": {name: torch.empty(count, dtype=torch.int32) for name in ("counts", "nans")},
         }
-        call = Call("index_select", params, planes, {}, scratch_of("index_select", params), Alone())  # type: ignore[arg-type]
+        call = Call("index_select", params, planes, {}, scratch_of("index_select", params), Alone())
         return Bound(call, Chunk(self.tokens - self.rows + first, count), engine)
 
 
@@ -117,7 +117,7 @@ class Attention:
             "query": {"query": self.query},
             "context": {"context": torch.empty(self.rows, self.heads, 512)},
         }
-        call = Call("sparse_attend", params, planes, {}, scratch_of("sparse_attend", params), Alone())  # type: ignore[arg-type]
+        call = Call("sparse_attend", params, planes, {}, scratch_of("sparse_attend", params), Alone())
         return Bound(call, Chunk(self.tokens - self.rows, self.rows), engine)
 
     def torch_gather(self) -> None:

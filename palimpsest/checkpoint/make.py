@@ -82,7 +82,8 @@ def _shape(shape: Shape, overrides: Mapping[str, int | str]) -> Shape:
                 raise BadConfig(f"schedule {value!r} must be 1 to 128 letters of {letters} for {shape.family}")
         elif type(value) is not int or (not (name == "fp8" and value == 0) and not 1 <= value <= 1 << 21):
             raise BadConfig(f"checkpoint field {name} is {value!r}, expected a whole number from 1 to {1 << 21}")
-    changed = replace(shape, **overrides)  # type: ignore[arg-type]
+    given: dict[str, Any] = dict(overrides)
+    changed = replace(shape, **given)
     need = sum(math.prod(draw.shape) * ELEMENT_BYTES[draw.dtype] for draw in tensors_of(changed).values())
     if need > MAX_MODEL_BYTES:
         raise BadConfig(

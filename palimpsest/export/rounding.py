@@ -11,7 +11,7 @@ roundoffs u are the formats', and the fp64 walk's own roundings are counted in. 
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.export import ExportedProgram
@@ -210,7 +210,7 @@ MOVES = (
 def _apply(walk: _Walk, node: Node, args: Any, kwargs: Any) -> Any:
     known = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, (Real, _Bits))]
     if not known:
-        return node.target(*args, **kwargs)  # type: ignore[operator]  # call_function
+        return cast(Callable[..., Any], node.target)(*args, **kwargs)  # nodes of kind call_function
     reals = [x for x in known if isinstance(x, Real)]
     if node.target in MOVES and len(reals) == len(known):
         value, error = (node.target(*tree_map(pick, args), **kwargs) for pick in (_value, _error))

@@ -81,7 +81,8 @@ def compile_template(template: bytes, config: Mapping[str, Any], isa: str, outpu
 
     chosen = vectors(isa)
     # the widest set would be chosen otherwise; this process compiles one program and ends
-    setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [chosen])  # noqa: B010
+    compiler: Any = cpu_vec_isa
+    compiler.valid_vec_isa_list = lambda: [chosen]
     tree, program = read_template(template)
     examples = program.example_inputs[0]
     torch._inductor.aot_compile(program.module(), examples, options={**config, "aot_inductor.output_path": str(output)})

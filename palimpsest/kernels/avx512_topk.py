@@ -14,6 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 
+from palimpsest.kernels.avx_topk import kth_of_few
 from palimpsest.kernels.jit import intrinsic, piece
 from palimpsest.kernels.llvm_ir import (
     ADDRESS,
@@ -31,8 +32,6 @@ from palimpsest.kernels.llvm_ir import (
     value,
 )  # fmt: skip
 
-#: below every key, also that of -inf
-LOWEST = np.int32(-(1 << 31))
 #: candidates beyond the capacity that the vector stores may touch
 SLACK = 64
 _SAMPLE = 15
@@ -181,14 +180,7 @@ def kth_largest(keys, count, rank, work, sample):
         else:
             want -= held - lows
             first, held = high + half, lows
-    for i in range(held):
-        key, above, equal = source[first + i], 0, 0
-        for j in range(held):
-            above += source[first + j] > key
-            equal += source[first + j] == key
-        if above < want <= above + equal:
-            return key
-    return LOWEST
+    return kth_of_few(source, first, held, want)
 
 
 @piece

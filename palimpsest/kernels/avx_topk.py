@@ -56,6 +56,19 @@ def _middle(keys, first, count, rank, sample):
 
 
 @piece
+def kth_of_few(keys, first, count, rank):
+    """The ``rank``-th largest of keys[first : first + count], by comparing all with all; LOWEST when there is none."""
+    for i in range(count):
+        key, above, equal = keys[first + i], 0, 0
+        for j in range(count):
+            above += keys[first + j] > key
+            equal += keys[first + j] == key
+        if above < rank <= above + equal:
+            return key
+    return LOWEST
+
+
+@piece
 def kth_largest(keys, count, rank, work, sample):
     """The ``rank``-th largest of keys[:count] (1-based); ``keys`` stays. ``work`` [4 * (count + 1)], ``sample`` [16]: scratch,
     int32."""
@@ -73,14 +86,7 @@ def kth_largest(keys, count, rank, work, sample):
         else:
             want -= held - lows
             first, held = high + quarter, lows
-    for i in range(held):
-        key, above, equal = source[first + i], 0, 0
-        for j in range(held):
-            above += source[first + j] > key
-            equal += source[first + j] == key
-        if above < want <= above + equal:
-            return key
-    return LOWEST
+    return kth_of_few(source, first, held, want)
 
 
 @piece

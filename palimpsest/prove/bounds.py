@@ -118,28 +118,14 @@ AVX_1 = dataclasses.replace(PORTABLE_1, name="avx-1", index_dot_u=U32, head_u=U3
 #: A dot of d products is two chains of d/2 and their sum, its scale rounds once: within the d + 2 of ``probability_error``. A
 #: block's p @ values is one chain of at most 128 from +0, added by the FMA that rescales: within ``depth``. s - m and the
 #: difference of two maxima round once each; the division is a quotient, a rounded record scale and a product
-AVX512_1 = Arithmetic(
+AVX512_1 = dataclasses.replace(
+    AMX_1,
     name="avx512-1",
-    index_dot_u=U32,
-    head_u=U32,
-    score_u=U32,
-    logit_dot_u=U32,
-    logit_u=2 * U32,
-    sub_u=2 * U32,
-    exp_eps=2.0**-21,
-    p_u=U_BF16,
-    sum_u=U32,
-    block=128,
-    online=True,
-    sum_rounded_p=True,
-    div_u=4 * U32,
-    out_u=0.0,
     provenance=(
         "formats: IEEE 754 and VDPBF16PS (Intel SDM), its order of roundings compared with the emulation at every start; "
         "block: the engine's contract; exp_eps: measured by a test over every exponent, less than half of it; what VDPBF16PS "
         "flushes of a dot of normal numbers (less than dim * 2^-125) is far below the rest"
     ),
-    record_u=U_BF16,
 )
 
 #: the oracle's own arithmetic: fp64 throughout, sums in any order, an exponential good to 2 ulp

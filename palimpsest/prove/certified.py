@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from palimpsest.prove import ties
 from palimpsest.prove.capture import Observation
+from palimpsest.prove.certificate import check_certificate
 from palimpsest.prove.exact import Cutoff, Filtered, decode_keys, filtered_scores
 from palimpsest.prove.gates_select import CHUNK, Judge, joined
 
@@ -109,7 +110,7 @@ class CertifiedJudge(Judge):
             weights=o.copies["head_weights"][slot].tobytes(),
         )
         made = ties.certificate(tie_row, found, cutoff, self.record, model=f.model)
-        faults = ties.check_certificate(made, self.record)
+        faults = check_certificate(made, self.record)
         faults += [f"id {m['id']} is a {m['class']}" for m in made["members"] if m["class"] != "exact_tie"]
         used = sorted({made["kth"]["id"], *found.only_base, *found.only_alias})
         self.certificates.append(

@@ -7,16 +7,16 @@ bytes were all judged before, in another replay or the other arrangement, is rec
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from palimpsest.prove import ties
-from palimpsest.prove.bounds import Arithmetic, exact_dots, score_error
+from palimpsest.prove.bounds import exact_dots, score_error
 from palimpsest.prove.capture import Observation
+from palimpsest.prove.certificate import check_certificate
 from palimpsest.prove.density import Density
 from palimpsest.prove.exact import (
     Cutoff,
@@ -33,104 +33,12 @@ from palimpsest.prove.gates import Sheet
 from palimpsest.prove.lattice import Lattice
 from palimpsest.prove.peers import Caches
 from palimpsest.prove.scores import RowScores
+from palimpsest.prove.verdicts import Counters, IndexFacts, Plan, TieCount, Verdict
 
 #: tokens whose keys are decoded at once; a multiple of any page
 CHUNK = 1 << 14
 
 F64 = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class IndexFacts:
-    """The indexer's numbers: ``format`` of its records, tokens per page, ranks, first id past the alias end."""
-
-    topk: int
-    heads: int
-    dim: int
-    format: str
-    page: int
-    ranks: int
-    alias_end: int
-    model: Arithmetic
-
-
-@dataclass
-class Counters:
-    """What a case must show (gates K6, V3), over the rows of one rank."""
-
-    tie_rows: int = 0
-    sides: int = 0
-    shards: int = 0
-    zero_rows: int = 0
-    pads: int = 0
-    seen: set[int] = field(default_factory=set)
-    missed: set[int] = field(default_factory=set)
-
-    def plain(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {
-            "tie_rows": self.tie_rows, "sides": self.sides, "shards": self.shards, "zero_rows": self.zero_rows, "pads": self.pads,
-            "seen": sorted(self.seen), "missed": sorted(self.missed),
-        }  # fmt: skip
-
-
-def total(parts: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """The counters of all ranks together: ``boundary`` is how many planted records some row saw and no row missed."""
-    seen = {i for p in parts for i in p["seen"]}
-    missed = {i for p in parts for i in p["missed"]}
-    return {
-        "tie_rows": sum(p["tie_rows"] for p in parts),
-        "sides": max(p["sides"] for p in parts),
-        "shards": max(p["shards"] for p in parts),
-        "zero_rows": sum(p["zero_rows"] for p in parts),
-        "pads": sum(p["pads"] for p in parts),
-        "boundary": len(seen - missed),
-    }
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is asked of one replay: chunk rows to audit and lattice rows of this slice, the all-zero row, planted ids.
-
-    base_ids: local ids [slots, topk] of the base arrangement when this is the other one
-    """
-
-    audited: frozenset[int]
-    lattice: frozenset[int]
-    zero_row: int
-    planted: tuple[int, ...]
-    base_ids: NDArray[np.int32] | None = None
-
-
-@dataclass(frozen=True)
-class TieCount:
-    """What a lattice row showed: a tie at the cutoff (sides of the alias end and shards it spans), only zeros, planted ids."""
-
-    tied: bool = False
-    sides: int = 0
-    shards: int = 0
-    zero: bool = False
-    seen: frozenset[int] = frozenset()
-    missed: frozenset[int] = frozenset()
-
-
-@dataclass
-class Verdict:
-    """What was found of one row: the first fault of each gate that looked (None: it did not), and what they counted.
-
-    off: K3's largest |ranked - exact| / allowed
-    """
-
-    valid: str = ""
-    lattice: str | None = None
-    truth: str | None = None
-    off: float = 0.0
-    ties: TieCount | None = None
-    density: Density = field(default_factory=Density)
-
-    @property
-    def good(self) -> bool:
-        return not (self.valid or self.lattice or self.truth)
 
 
 class Judge:
@@ -373,7 +281,7 @@ class Judge:
             return
         bits = {i: int(ranked[i : i + 1].view(np.uint32)[0]) for i in wanted}
         certificate = ties.certificate(tie_row, found, cutoff, self.record, model=f.model, bits=bits)
-        faults = ties.check_certificate(certificate, self.record)
+        faults = check_certificate(certificate, self.record)
         faults += [f"id {m['id']} is a {m['class']}" for m in certificate["members"] if m["class"] != "exact_tie"]
         self.certificates.append(
             {

@@ -19,13 +19,14 @@ from palimpsest.prove.extras import Extras
 from palimpsest.prove.foreign_run import ForeignRun
 from palimpsest.prove.gates import SEAL, Sheet
 from palimpsest.prove.gates_pairs import Kept
-from palimpsest.prove.gates_select import Counters, Judge
+from palimpsest.prove.gates_select import Judge
 from palimpsest.prove.latents import LatentFile
 from palimpsest.prove.peers import Caches
 from palimpsest.prove.rank_setup import Setup
 from palimpsest.prove.scores import ScoreLog
 from palimpsest.prove.tail import Tail
 from palimpsest.prove.turns import Turns
+from palimpsest.prove.verdicts import Counters, total
 from palimpsest.ranks.comm import Comm
 from palimpsest.run.execute import Session
 from palimpsest.run.guards import SlackCanaries
@@ -197,7 +198,7 @@ class Judging:
         cards = [peer.card for peer in stage.caches.peers]
         pages = setup.profile.tokens // setup.profile.page
         gates_pairs.shard_map(sheet, cards, pages=pages, record=setup.record_bytes, page=setup.profile.page)
-        found = self.facts.counters[t.case.id] = gates_select.total([facts["counters"] for facts in everyone])
+        found = self.facts.counters[t.case.id] = total([facts["counters"] for facts in everyone])
         gates_select.minima(sheet, asdict(t.case.minima), found)
 
     def _seal(self, mapped: dict[str, list[Mapped]]) -> None:

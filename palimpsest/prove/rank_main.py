@@ -19,7 +19,7 @@ import torch._dynamo  # the seal guard's first use imports it: seconds, once her
 from palimpsest.core.units import ceil_div
 from palimpsest.kernels.call import TORCH_DTYPES, Implementation
 from palimpsest.kernels.sizes import ID_BLOCK
-from palimpsest.prove import fill, gates_output, gates_select, gates_storage
+from palimpsest.prove import fill, gates_output, gates_storage
 from palimpsest.prove.capture import Observation, Room, Watch, raw, whole_digest
 from palimpsest.prove.cases import Case, Replay, audited_rows, rank_rows
 from palimpsest.prove.data import Data
@@ -28,7 +28,7 @@ from palimpsest.prove.extras import Extras
 from palimpsest.prove.foreign_run import ForeignRun
 from palimpsest.prove.gates import SEAL, Sheet
 from palimpsest.prove.gates_pairs import Kept
-from palimpsest.prove.gates_select import Counters, Judge
+from palimpsest.prove.gates_select import Judge
 from palimpsest.prove.judging import Facts, Judging, Stage, Taken
 from palimpsest.prove.latents import LatentFile
 from palimpsest.prove.peers import Caches, Peer, read_card, write_card
@@ -37,6 +37,7 @@ from palimpsest.prove.scores import ScoreLog
 from palimpsest.prove.spill import Spill, give_back
 from palimpsest.prove.tail import Tail
 from palimpsest.prove.turns import InTurn, turns_of
+from palimpsest.prove.verdicts import Counters, Plan, Verdict
 from palimpsest.ranks.comm import Comm
 from palimpsest.run.bind import default_implementations
 from palimpsest.run.execute import Session, prepare
@@ -79,7 +80,7 @@ class Qualifier(Judging):
         self.sheets = {SEAL: Sheet(SEAL, self.rank)} | {case.id: Sheet(case.id, self.rank) for case in setup.cases}
         self.kept: dict[tuple[str, str, int], Kept] = {}
         self.oracle = gates_output.Oracle(setup.output_facts)
-        self.known: dict[bytes, gates_select.Verdict] = {}
+        self.known: dict[bytes, Verdict] = {}
         self.spill = Spill(self.folder)
         self.turns = turns_of(setup, comm)
         self.foreign = ForeignRun(setup)
@@ -336,9 +337,7 @@ class Qualifier(Judging):
         lattice = frozenset(row for row in self._lattice(case, step) if first <= row < first + own)
         zero = data.zero_row(step)
         base = self.kept.get(("base", case.id, number)) if stage.name == "alias" else None
-        plan = gates_select.Plan(
-            audited, lattice, -1 if zero is None else zero, case.planted, None if base is None else base.local_ids
-        )
+        plan = Plan(audited, lattice, -1 if zero is None else zero, case.planted, None if base is None else base.local_ids)
         arena = stage.session.arena
 
         def ids() -> tuple[Any, Any]:

@@ -24,8 +24,8 @@ from palimpsest.prove.data import Data
 from palimpsest.prove.expect import ARRANGEMENTS, Prepared
 from palimpsest.prove.foreign import FOREIGN_32
 from palimpsest.prove.gates_output import OutputFacts
-from palimpsest.prove.gates_select import IndexFacts
 from palimpsest.prove.oracle import LatentFormat
+from palimpsest.prove.verdicts import IndexFacts
 from palimpsest.run.weights import Filler, from_checkpoint
 
 #: engine -> how it rounds; an engine without an entry has no derived bounds and cannot be qualified
@@ -107,7 +107,10 @@ class Setup:
     def filler(self) -> Filler:
         """Reads this layer's weights from the checkpoint."""
         scope = f"{self.prefix}layers.{self.job.layer}.self_attn." if all(self.geometry.block_fp8) else ""
-        slices = lambda rank, ranks: recipes.weight_slices(self.geometry, self.job.layer, rank, ranks, self.prefix)  # noqa: E731
+
+        def slices(rank: int, ranks: int) -> dict[str, recipes.WeightSlice]:
+            return recipes.weight_slices(self.geometry, self.job.layer, rank, ranks, self.prefix)
+
         return from_checkpoint(self.checkpoint, slices, recipes.tables(self.geometry), scope=scope)
 
     @property

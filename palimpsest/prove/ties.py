@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from palimpsest.prove.bounds import Arithmetic, exact_dots, score_error
-from palimpsest.prove.certificate import SCHEMA, ReadRecord, check_certificate  # noqa: F401
+from palimpsest.prove.certificate import SCHEMA, ReadRecord
 from palimpsest.prove.exact import Cutoff, Exact, IndexRow, decode_keys, exact_score, filtered_scores
 
 #: what fills an emitted slot past the count

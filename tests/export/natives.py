@@ -147,7 +147,7 @@ def eager(made: Made, given: dict[str, bytes], chunks=CHUNKS) -> list[bytes]:
     room = torch.zeros(step.scratch + 64, dtype=torch.uint8)
     scratch = Scratch(room[-room.data_ptr() % 64 :][: step.scratch])
     bound = {role: views[name] for role, name in roles.items()}
-    call = Call(step.name, dict(step.params), bound, {}, scratch, _One())  # type: ignore[arg-type]
+    call = Call(step.name, dict(step.params), bound, {}, scratch, _One())
     found = []
     for history, rows in chunks:
         implementation("index_select", "avx")(call, Chunk(history, rows))

@@ -53,7 +53,10 @@ class Index:
         size = -(-count // ranks)
         mine = slice(first + rank * size, min(first + (rank + 1) * size, end))
         pad = size - (mine.stop - mine.start)
-        put = lambda t: torch.cat([t[mine], t[:1].expand(pad, *t.shape[1:])]) if pad else t[mine].clone()  # noqa: E731
+
+        def put(t):
+            return torch.cat([t[mine], t[:1].expand(pad, *t.shape[1:])]) if pad else t[mine].clone()
+
         planes = {
             "index_history": {"keys": self.keys, "scales": self.scales},
             "index_query": {"index_query": put(self.queries)},

@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from palimpsest.prove.bounds import PORTABLE_1
-from palimpsest.prove.certificate import byte_value, float_bits
+from palimpsest.prove.certificate import byte_value, check_certificate, float_bits
 from palimpsest.prove.exact import E4M3_VALUES, Cutoff, Exact, IndexRow, decode_keys, exact_cutoff, filtered_scores, refiner
 from palimpsest.prove.ties import (
     Difference,
     TieRow,
     certificate,
-    check_certificate,
     classify,
     difference,
     exact_faults,

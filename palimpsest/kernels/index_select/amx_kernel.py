@@ -16,7 +16,8 @@ from numba.core import types
 
 from palimpsest.kernels.amx_ir import tile_begin, tile_dot, tile_end, tile_load, tile_store, tile_zero
 from palimpsest.kernels.avx512_decode import decode_codes, pack_codes
-from palimpsest.kernels.avx512_topk import LOWEST, emit_ids, push_scores
+from palimpsest.kernels.avx512_topk import emit_ids, push_scores
+from palimpsest.kernels.avx_topk import LOWEST
 from palimpsest.kernels.jit import Array, intrinsic, kernel, piece
 from palimpsest.kernels.llvm_ir import ADDRESS, F32, F32X16, const, fma, load, offset, splat, store, void
 

@@ -6,7 +6,7 @@ in its arithmetic.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -100,7 +100,7 @@ def probe_tile() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 def scores_of(kernels: Kernels) -> np.ndarray:
     """What ``kernels`` make of the probe tile."""
     queries, weights, keys, scales = probe_tile()
-    group = kernels.make(_Alone(*queries.shape))  # type: ignore[arg-type]
+    group = kernels.make(cast(Call, _Alone(*queries.shape)))
     kernels.begin(group, queries[None], weights[None])
     seen = np.array([len(keys)])
     kernels.score(group, keys, scales, seen, 0, len(keys), True, np.zeros(1, np.int32))

@@ -13,7 +13,8 @@ from llvmlite import ir
 from numba.core import types
 
 from palimpsest.kernels.avx512_decode import pack64_high_first, pack_high_first
-from palimpsest.kernels.avx512_topk import LOWEST, emit_ids, push_scores
+from palimpsest.kernels.avx512_topk import emit_ids, push_scores
+from palimpsest.kernels.avx_topk import LOWEST
 from palimpsest.kernels.jit import Array, intrinsic, kernel, piece
 from palimpsest.kernels.llvm_ir import (
     ADDRESS,

@@ -19,7 +19,7 @@ from palimpsest.kernels.avx512_decode import pair_rows
 from palimpsest.kernels.jit import Array, kernel, piece
 from palimpsest.kernels.sizes import AMX_ID_BLOCK
 from palimpsest.kernels.sparse_attend.avx512_records import AHEAD, Form, gather
-from palimpsest.kernels.sparse_attend.avx512_softmax import LOW, divide32, scale_row, softmax16, softmax16_masked
+from palimpsest.kernels.sparse_attend.avx512_softmax import LOW, finish_head, scale_row, softmax16, softmax16_masked
 
 #: ids of one block of the online softmax: part of the arithmetic
 BLOCK = AMX_ID_BLOCK
@@ -234,20 +234,6 @@ def attend(records, masks, form, work):
         _logits(work, count, padded)
         _softmax(work, masks, first, padded, np.float32(form.scale))
         _values(work, padded)
-
-
-@piece
-def finish_head(work, head, factor, out):
-    """out [latent] = totals[head] / its row sum * factor, columns in order."""
-    totals, latent, whole = work.totals, out.shape[0], work.state[head // 16, 1, head % 16]
-    source, to = totals[head].ctypes.data, out.ctypes.data
-    for column in range(0, latent // 32 * 32, 32):
-        divide32(source + np.uint64(4 * column), whole, factor, to + np.uint64(4 * column))
-    if latent % 32:
-        last = latent // 32 * 32
-        for c in range(latent - last):
-            place = 4 * (c // 8) + c % 8 if c % 8 < 4 else 16 + 4 * (c // 8) + c % 8 - 4
-            out[last + c] = totals[head, last + place] / whole * factor
 
 
 @kernel("u1[:,::1]", "i4[:,::1]", "i4[::1]", "u2[:,:,::1]", "f4[:,:,::1]", Form, Work)

@@ -6,8 +6,9 @@ import numpy as np
 from palimpsest.kernels.amx_ir import tile_begin, tile_end
 from palimpsest.kernels.jit import kernel
 from palimpsest.kernels.sparse_attend.amx_join import Joined, join
-from palimpsest.kernels.sparse_attend.amx_kernel import Work, attend, finish_head, load_queries
+from palimpsest.kernels.sparse_attend.amx_kernel import Work, attend, load_queries
 from palimpsest.kernels.sparse_attend.avx512_records import Form
+from palimpsest.kernels.sparse_attend.avx512_softmax import finish_head
 
 
 @kernel("i4[:,::1]", "i4[::1]", "i8", "i8", "i8", Joined, returns="i8")

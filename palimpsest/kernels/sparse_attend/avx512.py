@@ -16,8 +16,7 @@ from palimpsest.kernels.call import Call, Chunk, Scratch
 from palimpsest.kernels.sparse_attend import cpu
 from palimpsest.kernels.sparse_attend.avx512_kernel import Work, attend_rows
 from palimpsest.kernels.sparse_attend.avx512_records import BF16, Form
-from palimpsest.kernels.sparse_attend.compiled import Operands, checked_counts, halves, takes
-from palimpsest.kernels.workers import each
+from palimpsest.kernels.sparse_attend.compiled import attend_groups, halves, takes
 
 
 def carve(scratch: Scratch, ids: int, heads: int, kv_lora: int, rope_dims: int) -> Work:
@@ -77,12 +76,7 @@ check_roundings()
 
 def run(call: Call, chunk: Chunk) -> None:
     """See the contract."""
-    if not takes(call):
+    if takes(call):
+        attend_groups(call, chunk, carve, attend_rows)
+    else:
         cpu.run(call, chunk)
-        return
-    checked_counts(call, chunk)
-    p, operands = call.params, Operands(call, attend_rows)
-    call.scratch.reset()
-    works = [carve(call.scratch, p["topk"], p["heads"], p["kv_lora"], p["rope_dims"]) for _ in range(p.get("threads", 1))]
-    groups = [slice(first, min(first + sizes.ATTEND_ROWS, chunk.rows)) for first in range(0, chunk.rows, sizes.ATTEND_ROWS)]
-    each(groups, len(works), lambda thread, rows: operands.rows(works[thread], rows))

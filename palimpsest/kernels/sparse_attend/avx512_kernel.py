@@ -17,7 +17,7 @@ from palimpsest.kernels.jit import Array, kernel, piece
 from palimpsest.kernels.sizes import AMX_ID_BLOCK
 from palimpsest.kernels.sparse_attend.avx512_ir import OCTET, add_values, dots_8x16, dots_8x16_ahead, dots_16x8
 from palimpsest.kernels.sparse_attend.avx512_records import BF16, Form, gather
-from palimpsest.kernels.sparse_attend.avx512_softmax import divide32, read_address, softmax16
+from palimpsest.kernels.sparse_attend.avx512_softmax import finish_head, read_address, softmax16
 
 #: ids of one block of the online softmax: part of the arithmetic
 BLOCK = AMX_ID_BLOCK
@@ -154,19 +154,6 @@ def _attend(records, heads, form, work):
         _values(work, heads, (count + 1) // 2)
 
 
-@piece
-def _finish_head(work, head, factor, out):
-    """out [latent] = totals[head] / its row sum * factor, columns in order."""
-    totals, latent, whole = work.totals, out.shape[0], work.state[head // 16, 1, head % 16]
-    source, to = totals[head].ctypes.data, out.ctypes.data
-    for column in range(0, latent // 32 * 32, 32):
-        divide32(source + np.uint64(4 * column), whole, factor, to + np.uint64(4 * column))
-    last = latent // 32 * 32
-    for c in range(latent - last):
-        place = 4 * (c // 8) + c % 8 if c % 8 < 4 else 16 + 4 * (c // 8) + c % 8 - 4
-        out[last + c] = totals[head, last + place] / whole * factor
-
-
 @kernel("u1[:,::1]", "i4[:,::1]", "i4[::1]", "u2[:,:,::1]", "f4[:,:,::1]", Form, Work)
 def attend_rows(history, ids, counts, query, context, form, work):
     """Context [m, heads, latent] of rows with ids [m, topk], the first ``counts`` of each real; a row without any gives zeros."""
@@ -183,4 +170,4 @@ def attend_rows(history, ids, counts, query, context, form, work):
         _load_queries(query[row], work)
         _attend(work.records[:count], context.shape[1], form, work)
         for head in range(context.shape[1]):
-            _finish_head(work, head, np.float32(form.factor), context[row, head])
+            finish_head(work, head, np.float32(form.factor), context[row, head])

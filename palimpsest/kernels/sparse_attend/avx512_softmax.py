@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from palimpsest.kernels.avx512_decode import to_bf16
-from palimpsest.kernels.jit import intrinsic
+from palimpsest.kernels.jit import intrinsic, piece
 from palimpsest.kernels.llvm_ir import (
     ADDRESS,
     F32,
@@ -211,3 +211,16 @@ def read_byte(typing: Any, address: Any) -> Any:
 @intrinsic
 def write_word(typing: Any, address: Any, word: Any) -> Any:
     return types.void(ADDRESS, ADDRESS), void(lambda b, address, word: store(b, word, address))
+
+
+@piece
+def finish_head(work, head, factor, out):
+    """out [latent] = totals[head] / its row sum * factor, columns in order."""
+    totals, latent, whole = work.totals, out.shape[0], work.state[head // 16, 1, head % 16]
+    source, to = totals[head].ctypes.data, out.ctypes.data
+    last = latent // 32 * 32
+    for column in range(0, last, 32):
+        divide32(source + np.uint64(4 * column), whole, factor, to + np.uint64(4 * column))
+    for c in range(latent - last):
+        place = 4 * (c // 8) + c % 8 if c % 8 < 4 else 16 + 4 * (c // 8) + c % 8 - 4
+        out[last + c] = totals[head, last + place] / whole * factor

@@ -10,6 +10,7 @@ import torch
 from palimpsest.kernels import sizes
 from palimpsest.kernels.call import Call, Chunk, Scratch
 from palimpsest.kernels.sparse_attend.avx512_records import BF16, DS_MLA, FP8, Form
+from palimpsest.kernels.workers import each
 
 KINDS = {"fp8": FP8, "fp8_ds_mla": DS_MLA, "bf16": BF16}
 
@@ -46,3 +47,13 @@ def takes(call: Call) -> bool:
 def checked_counts(call: Call, chunk: Chunk) -> None:
     counts, topk = call.view("counts")[: chunk.rows].numpy(), call.params["topk"]
     assert not chunk.rows or (counts.min() >= 0 and counts.max() <= topk), f"{call.name}: a row's count is not within 0..{topk}"
+
+
+def attend_groups(call: Call, chunk: Chunk, carve: Callable[..., Any], attend: Callable[..., None]) -> None:
+    """All rows of a call on its threads, ATTEND_ROWS at a time; ``carve`` makes a thread's scratch, ``attend`` is the kernel."""
+    checked_counts(call, chunk)
+    p, operands = call.params, Operands(call, attend)
+    call.scratch.reset()
+    works = [carve(call.scratch, p["topk"], p["heads"], p["kv_lora"], p["rope_dims"]) for _ in range(p.get("threads", 1))]
+    groups = [slice(first, min(first + sizes.ATTEND_ROWS, chunk.rows)) for first in range(0, chunk.rows, sizes.ATTEND_ROWS)]
+    each(groups, len(works), lambda thread, rows: operands.rows(works[thread], rows))
