@@ -18,6 +18,7 @@ from palimpsest.core.spec import Step
 from palimpsest.prove import foreign
 from palimpsest.prove import record as facts
 from palimpsest.prove.cases import Case, audited_rows
+from palimpsest.prove.enclosure import follows
 from palimpsest.prove.evidence import file_digest
 from palimpsest.prove.foreign_run import spilled
 from palimpsest.prove.gates import ABSENT, GATES, combine, worse
@@ -52,7 +53,7 @@ def assemble(
         "non_claims": list(facts.NON_CLAIMS),
         "gates": foreign.gates_of(kernels),
         "kernels": [k.facts(s.name for s in setup.program.steps if s.op == op) for op, k in sorted(kernels.items())],
-        "gates_absent": list(ABSENT),
+        "gates_absent": [*ABSENT, *(() if follows(setup.model) else ("O3",))],
         "source": source,
         "checkpoint": _checkpoint(setup, synthetic),
         "geometry": {name: value.hex() if isinstance(value, float) else value for name, value in plain(g).items()},

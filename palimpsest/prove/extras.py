@@ -16,6 +16,7 @@ from palimpsest.prove import capacity, density, events, gates_oracle, roundtrip
 from palimpsest.prove.capture import Observation
 from palimpsest.prove.cases import Case, Replay, audited_rows
 from palimpsest.prove.dedicated import Dedicated
+from palimpsest.prove.enclosure import follows
 from palimpsest.prove.evidence import file_digest
 from palimpsest.prove.gates import SEAL, Sheet
 from palimpsest.prove.rank_setup import Setup
@@ -70,7 +71,8 @@ class Extras:
         sheet.expect("S7", n * sum(s.units(self.comm.size) for s in self.schedules.values()))
         audited = sum(len(self._audited(step)) for step in case.steps)
         f = self.setup.output_facts
-        sheet.expect("O3", audited * f.heads * f.layout.kv_lora)
+        if follows(f.model):
+            sheet.expect("O3", audited * f.heads * f.layout.kv_lora)
         sheet.expect("O5", audited)
 
     def _audited(self, step: Replay) -> tuple[int, ...]:

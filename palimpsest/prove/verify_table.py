@@ -26,6 +26,8 @@ _SOAK = 100
 _CAP = 3
 #: foreign op -> gates that cannot judge it; every other foreign op must write the engine's bytes (B1)
 _WITHOUT = {"index_select": ("K2", "K3", "K5"), "sparse_attend": ("O3", "O5")}
+#: arithmetics whose attention oracle B can follow; for the others O3 is absent
+_ENCLOSED = ("portable-1", "avx-1")
 #: ops with steps of other names
 _STEPS = {"gather_history": ["gather_index", "gather_latent"]}
 
@@ -33,6 +35,12 @@ _STEPS = {"gather_history": ["gather_index", "gather_latent"]}
 def case_ids() -> list[str]:
     """C01 .. C11."""
     return [f"C{n:02d}" for n in range(1, 12)]
+
+
+def absent_gates(record: dict[str, Any]) -> list[str]:
+    """What a record must list as absent: O3 where its engine's attention cannot be followed, V4 without a self-test."""
+    enclosed = record["numerics"].get("name") in _ENCLOSED
+    return [*(() if enclosed else ("O3",)), *(() if record["self_test"] is not None else ("V4",))]
 
 
 class Table:
@@ -184,7 +192,7 @@ class Table:
         return {
             "S4": n * 2 * self.views,
             "S7": n * self._ordered(),
-            "O3": len(mine) * self.features,
+            "O3": len(mine) * self.features if self.record["numerics"].get("name") in _ENCLOSED else 0,
             "O5": len(mine),
             "S5": both * pages,
             "S6": both * n * _CHECKPOINTS,

@@ -232,7 +232,7 @@ def _licence(console: Console, record: Tree) -> None:
         console.print(f"licensed by self-test {record['self_test'][:16]}", markup=False)
     absent = [gate for gate in record["gates_absent"] if gate != "V4"]
     if absent:
-        console.print(f"gates not in this version: {', '.join(absent)}", markup=False)
+        console.print(f"gates absent: {', '.join(absent)}", markup=False)
 
 
 def show_verified(found: Any, folder: str) -> None:
@@ -242,7 +242,7 @@ def show_verified(found: Any, folder: str) -> None:
         f"{folder}: run {found.run_id}, {found.cells} cells, {found.certificates} tie certificates replayed", markup=False
     )
     console.print(f"plan {found.plan_digest}", markup=False)
-    console.print(f"gates not in this version: {', '.join(found.gates_absent)}", markup=False)
+    console.print(f"gates absent: {', '.join(found.gates_absent)}", markup=False)
     for text in found.failures[:12]:
         console.print(text, style="red", markup=False)
     capped = " (uncommitted source)" if found.verdict != found.gates_verdict else ""

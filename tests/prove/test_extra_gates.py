@@ -13,11 +13,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from palimpsest.core.errors import BadConfig
+from palimpsest.kernels.detect import available_engines
 from palimpsest.prove import licence, liveness
 from palimpsest.prove.bounds import AMX_1, PORTABLE_1
 from palimpsest.prove.density import Density, total
 from palimpsest.prove.enclosure import check_inside, enclose, follows, power
 from palimpsest.prove.oracle import LatentFormat, attend
+from palimpsest.prove.verify_table import absent_gates
+from tests.prove.harness import job, qualify_locally, verdicts
 
 LAYOUT = LatentFormat("fp8", 512, 64)
 
@@ -201,3 +204,20 @@ def test_a_named_file_must_be_a_matrix_and_the_cache_need_not(tmp_path: Path) ->
     for name in ("bad", "missing"):
         with pytest.raises(BadConfig, match="--self-test"):
             licence.find(tmp_path / name, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "self_test", "absent"),
+    [("portable-1", "0" * 64, []), ("avx-1", None, ["V4"]), ("avx512-1", "0" * 64, ["O3"]), ("amx-1", None, ["O3", "V4"])],
+)
+def test_the_reader_knows_what_must_be_absent(name: str, self_test: str | None, absent: list[str]) -> None:
+    assert absent_gates({"numerics": {"name": name}, "self_test": self_test}) == absent
+
+
+@pytest.mark.skipif("avx512" not in available_engines(), reason="the target lacks AVX512 with BF16")
+def test_an_engine_that_oracle_b_cannot_follow_has_no_o3(tmp_path: Path) -> None:
+    """Its interval would be the whole line, which passes anything."""
+    found = verdicts(qualify_locally(job(tmp_path, "C02", engine="avx512")))
+    assert "O3" not in found
+    assert found["O2"] == found["O5"] == "PASS"
+    assert "O3" in verdicts(qualify_locally(job(tmp_path, "C02")))
